@@ -1,0 +1,318 @@
+// Contract of the MQA logits ("lightning indexer") op:
+//
+//   logits[i, j] = sum_h weights[i, h] * relu(dot(q[i, h, :], kv[j, :])) * kv_scale[j]
+//
+// for start[i] <= j < end[i]. Host, kernels, CPU backend and tests read the same structs and the
+// same arithmetic here: Args, Spec, Maps, windows, and how work is cut over the SMs.
+#pragma once
+
+#include "deep_kernels/contract/types.h"
+
+namespace deep_kernels {
+
+inline constexpr i32 kMqaMaxHeads = 128;
+
+// Where the -inf fill of the columns outside the tiles happens.
+enum class Clean : u8 { off, concurrent, deferred };
+// Who cuts the work over the SMs: every block for itself, or get_mqa_logits_metadata beforehand.
+enum class Schedule : u8 { derived, metadata };
+
+constexpr const char* name_of(Clean value) {
+  constexpr const char* names[] = {"off", "concurrent", "deferred"};
+  return names[static_cast<u8>(value)];
+}
+constexpr const char* name_of(Schedule value) {
+  constexpr const char* names[] = {"derived", "metadata"};
+  return names[static_cast<u8>(value)];
+}
+
+// What one launch gets. Passed by value.
+struct MqaLogitsArgs {
+  const u8* q;            // [num_q, num_heads, head_dim] e4m3, last dimension contiguous
+  const u8* kv;           // [num_kv, head_dim] e4m3, last dimension contiguous
+  const float* kv_scale;  // [num_kv] float32, contiguous
+  const void* weights;    // [num_q, num_heads] weights_dtype, last dimension contiguous
+  const i32* kv_start;    // [num_q] int32: first kv token of the row's window
+  const i32* kv_end;      // [num_q] int32: one past the last
+  const i32* schedule;    // [num_cuts, 2] int32 (block, chunk), any content; null unless metadata
+  void* logits;           // [num_q, width] logits dtype, last dimension contiguous
+  i64 q_token_stride;     // bytes, multiple of 16
+  i64 q_head_stride;      // bytes, multiple of 16
+  i64 kv_stride;          // bytes, multiple of 16
+  i64 weights_stride;     // elements
+  i64 kv_start_stride;    // elements
+  i64 kv_end_stride;      // elements
+  i64 logits_stride;      // elements
+  i32 num_q;
+  i32 num_kv;
+  i32 num_heads;  // as given; Spec::num_heads is this rounded up
+  i32 width;      // columns of logits: num_kv, or max_seqlen_k when compressed
+  i32 num_cuts;   // of schedule; 0 unless metadata
+  i32 kv_scale_lead;  // TMA bases are multiples of 16 bytes: kv_scale starts this many elements in
+  DType weights_dtype;
+  bool compressed;  // column c is kv token start + c
+};
+
+// TMA views; only sm90 uses them. Map is MapDescription on the host, the encoded form on the card.
+template <class Map>
+struct MqaLogitsMaps {
+  Map q;         // (head_dim, heads, tokens), box (head_dim, heads_per_octet, tokens_per_octet)
+  Map kv;        // (head_dim, num_kv), box (head_dim, stage_rows)
+  Map kv_scale;  // (kv_scale_lead + num_kv), box (stage_rows)
+};
+
+// The part of a row's window that exists: half-open, begin == end when empty.
+struct MqaWindow {
+  i32 begin;
+  i32 end;
+};
+// `limit` is max_seqlen_k of compressed logits (longer windows are cut off there), else num_kv.
+constexpr MqaWindow mqa_window(i32 start, i32 end, i32 num_kv, i32 limit) {
+  const i32 first = clamp_to(start, 0, num_kv);
+  const i32 room = min_of(num_kv - first, limit);
+  return {first, first + clamp_to(min_of(end, num_kv) - first, 0, room)};
+}
+
+// A block of query tokens is computed together, over the union of its windows cut into chunks.
+inline constexpr i32 kMqaChunkRows = 256;   // kv tokens per chunk
+inline constexpr i32 kMqaSpanAlign = 16;    // a span starts at a multiple, so that stores fill sectors
+inline constexpr i32 kMqaQueryRows = 512;   // (token, head) pairs per block: 4 groups of 128
+inline constexpr i32 kMqaGroups = 4;        // groups of 128 query rows; one warpgroup each
+inline constexpr i32 kMqaGroupRows = 128;   // query rows per group = columns of one MMA tile
+// What opening a block costs beside its chunks, in chunks. A full block costs 1-2 (measured on an
+// H200, notes of the feasibility study); looking at an empty one costs about the latency of a load.
+inline constexpr i32 kMqaBlockCost = 2;
+inline constexpr i32 kMqaEmptyBlockCost = 1;
+
+constexpr i32 mqa_padded_heads(i32 num_heads) {
+  i32 padded = 8;
+  while (padded < num_heads) padded *= 2;
+  return padded;
+}
+constexpr i32 mqa_tokens_per_block(i32 padded_heads) { return kMqaQueryRows / padded_heads; }
+constexpr i32 mqa_num_blocks(i32 num_q, i32 padded_heads) {
+  return ceil_div(num_q, mqa_tokens_per_block(padded_heads));
+}
+
+// Union of a block's windows; num_chunks == 0 when all are empty.
+struct MqaSpan {
+  i32 begin;
+  i32 num_chunks;
+};
+constexpr MqaSpan mqa_span(i32 lowest_begin, i32 highest_end) {
+  if (highest_end <= lowest_begin) return {0, 0};
+  const i32 begin = lowest_begin - lowest_begin % kMqaSpanAlign;
+  return {begin, (highest_end - begin - 1) / kMqaChunkRows + 1};
+}
+constexpr i32 mqa_block_cost(i32 num_chunks) {
+  return num_chunks > 0 ? num_chunks + kMqaBlockCost : kMqaEmptyBlockCost;
+}
+
+// A place in the flattened (block, chunk) order where one SM stops and the next one goes on.
+struct MqaCut {
+  i32 block;
+  i32 chunk;
+};
+// Position of cut `index` of `num_runs` equal runs over `total` cost; exact, total < 2^47.
+constexpr i64 mqa_cut_position(i64 total, i32 index, i32 num_runs) {
+  return total / num_runs * index + total % num_runs * index / num_runs;
+}
+// The cut at `offset` cost into a block: what falls into the opening cost moves to its start.
+constexpr MqaCut mqa_cut_in_block(i32 block, i64 offset, i32 num_chunks) {
+  return {block, static_cast<i32>(clamp_to<i64>(offset - kMqaBlockCost, 0, num_chunks))};
+}
+// int32 elements of get_mqa_logits_metadata's result: num_sms + 1 cuts.
+constexpr i32 mqa_schedule_length(i32 /*num_q*/, i32 /*num_heads*/, i32 num_sms) {
+  return 2 * (num_sms + 1);
+}
+
+// Columns of a row that no tile touches: [0, left) and [right, width).
+struct MqaFill {
+  i32 left;
+  i32 right;
+};
+constexpr MqaFill mqa_fill(MqaSpan span, i32 shift, i32 width) {
+  if (span.num_chunks == 0) return {0, 0};
+  const i64 covered_end = static_cast<i64>(span.begin) + i64{span.num_chunks} * kMqaChunkRows;
+  return {clamp_to(span.begin - shift, 0, width),
+          static_cast<i32>(clamp_to<i64>(covered_end - shift, 0, width))};
+}
+
+// What the compiler gets. All members are one byte wide: hashable as bytes, no padding.
+struct MqaLogitsSpec {
+  Backend backend;     // sm89 | sm90
+  Format format;       // fp8
+  u8 head_dim;         // 32 | 64 | 128
+  u8 num_heads;        // 8 | 16 | 32 | 64 | 128; Args::num_heads rounded up
+  DType logits_dtype;  // float32 | bfloat16
+  Clean clean;
+  Schedule schedule;
+  u8 kv_stages;        // ring of kv stages, kv_stage_rows each
+
+  static constexpr const char* op() { return "mqa_logits"; }
+
+  template <class Visit>
+  constexpr void fields(Visit&& visit) const {
+    visit("backend", backend);
+    visit("format", format);
+    visit("head_dim", head_dim);
+    visit("num_heads", num_heads);
+    visit("logits_dtype", logits_dtype);
+    visit("clean", clean);
+    visit("schedule", schedule);
+    visit("kv_stages", kv_stages);
+  }
+
+  // Column order of a group: an MMA lane t (lane & 3) holds columns 8j + 2t and 8j + 2t + 1, so
+  // the heads of one token are dealt to as few lanes as possible. Octet j holds heads_per_octet
+  // heads of tokens_per_octet tokens; column 8j + c is token c / heads_per_octet of the octet.
+  // Source: the feasibility study for this op on an H200 (one shuffle at 64 heads, none at 32).
+  constexpr i32 tokens_per_group() const { return kMqaGroupRows / num_heads; }
+  constexpr i32 tokens_per_block() const { return mqa_tokens_per_block(num_heads); }
+  constexpr i32 heads_per_octet() const { return max_of(1, 8 / tokens_per_group()); }
+  constexpr i32 tokens_per_octet() const { return 8 / heads_per_octet(); }
+  constexpr i32 octets_per_token_set() const { return num_heads / heads_per_octet(); }
+  constexpr i32 token_of(i32 column) const {
+    return column / 8 / octets_per_token_set() * tokens_per_octet() + column % 8 / heads_per_octet();
+  }
+  constexpr i32 head_of(i32 column) const {
+    return column / 8 % octets_per_token_set() * heads_per_octet() + column % heads_per_octet();
+  }
+
+  constexpr i32 kv_stage_rows() const { return backend == Backend::sm90 ? 256 : 128; }
+  constexpr i32 num_threads() const { return backend == Backend::sm90 ? 640 : 512; }
+  constexpr i32 query_bytes() const { return kMqaQueryRows * head_dim; }
+  constexpr i32 kv_stage_bytes() const { return kv_stage_rows() * head_dim; }
+  static constexpr i32 query_slots() { return 2; }  // sm90: query blocks in flight
+
+  constexpr i32 smem_bytes() const {
+    if (backend == Backend::sm89) return query_bytes() + kv_stages * kv_stage_bytes() + 1024;
+    const i32 per_slot = query_bytes() + kMqaQueryRows * 4 + 2048;  // rows, weights, unit
+    const i32 per_stage = kv_stage_bytes() + kv_stage_rows() * 4;   // rows, scales
+    return query_slots() * per_slot + kv_stages * per_stage + 1024;  // barriers, scan
+  }
+  // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
+  constexpr i32 spill_limit_bytes() const { return 0; }
+  // wgmma instructions that the machine code must hold: two copies of the stage (with and without
+  // edge tests), four 64-row tiles each, head_dim / 32 k-steps. ptxas can drop some silently.
+  constexpr i32 num_wgmma() const { return backend == Backend::sm90 ? 2 * 4 * head_dim / 32 : 0; }
+
+  constexpr i32 grid(const MqaLogitsArgs& args, i32 num_sms) const {
+    const i64 chunks = i64{mqa_num_blocks(args.num_q, num_heads)} *
+                       max_of(1, ceil_div(args.num_kv, kMqaChunkRows));
+    return static_cast<i32>(clamp_to<i64>(chunks, 1, num_sms));
+  }
+  constexpr i64 workspace_bytes(const MqaLogitsArgs&) const { return 0; }
+
+  // Why this Spec may not exist, or null.
+  constexpr const char* invalid() const {
+    if (backend != Backend::sm89 && backend != Backend::sm90) return "backend must be sm89 or sm90";
+    if (format != Format::fp8) return "format must be fp8";
+    if (head_dim != 32 && head_dim != 64 && head_dim != 128) return "head_dim must be 32, 64 or 128";
+    if (num_heads > kMqaMaxHeads || mqa_padded_heads(num_heads) != num_heads)
+      return "num_heads must be 8, 16, 32, 64 or 128";
+    if (logits_dtype == DType::float16) return "logits_dtype must be float32 or bfloat16";
+    if (kv_stages < 2) return "kv_stages must be at least 2";
+    if (smem_bytes() > limits_of(backend).max_smem_bytes) return "shared memory does not fit";
+    return nullptr;
+  }
+
+  bool operator==(const MqaLogitsSpec&) const = default;
+};
+
+// The ring depth that fills the shared memory without passing what pays.
+constexpr u8 mqa_kv_stages(Backend backend, i32 head_dim) {
+  if (backend == Backend::sm89) return head_dim == 128 ? 2 : 3;
+  return head_dim == 128 ? 2 : 4;
+}
+
+// Every legal Spec of a backend, in a fixed order.
+template <class Visit>
+constexpr void for_each_mqa_logits_spec(Backend backend, Visit&& visit) {
+  constexpr DType dtypes[] = {DType::float32, DType::bfloat16};
+  constexpr Clean cleanings[] = {Clean::off, Clean::concurrent, Clean::deferred};
+  constexpr Schedule schedules[] = {Schedule::derived, Schedule::metadata};
+  for (i32 head_dim = 32; head_dim <= 128; head_dim *= 2)
+    for (i32 num_heads = 8; num_heads <= kMqaMaxHeads; num_heads *= 2)
+      for (DType logits : dtypes)
+        for (Clean clean : cleanings)
+          for (Schedule schedule : schedules)
+            visit(MqaLogitsSpec{backend, Format::fp8, static_cast<u8>(head_dim),
+                                static_cast<u8>(num_heads), logits, clean, schedule,
+                                mqa_kv_stages(backend, head_dim)});
+}
+
+template <class Map = MapDescription>
+constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec,
+                                             const MqaLogitsArgs& args) {
+  MqaLogitsMaps<Map> maps{};
+  const Swizzle swizzle = swizzle_for(spec.head_dim);
+  maps.q = {.base = args.q,
+            .dims = {spec.head_dim, args.num_heads, args.num_q},
+            .strides = {1, args.q_head_stride, args.q_token_stride},
+            .box = {spec.head_dim, spec.heads_per_octet(), spec.tokens_per_octet()},
+            .rank = 3,
+            .type = MapType::u8_,
+            .swizzle = swizzle};
+  maps.kv = {.base = args.kv,
+             .dims = {spec.head_dim, args.num_kv},
+             .strides = {1, args.kv_stride},
+             .box = {spec.head_dim, spec.kv_stage_rows()},
+             .rank = 2,
+             .type = MapType::u8_,
+             .swizzle = swizzle};
+  maps.kv_scale = {.base = args.kv_scale - args.kv_scale_lead,
+                   .dims = {i64{args.num_kv} + args.kv_scale_lead},
+                   .strides = {4},
+                   .box = {spec.kv_stage_rows()},
+                   .rank = 1,
+                   .type = MapType::f32_,
+                   .swizzle = Swizzle::none};
+  return maps;
+}
+
+// The pre-pass that cuts the work over the SMs, one block of threads.
+struct MqaScheduleArgs {
+  const i32* kv_start;  // [num_q] int32
+  const i32* kv_end;    // [num_q] int32
+  i32* schedule;        // [num_sms + 1, 2] int32
+  i64 kv_start_stride;  // elements
+  i64 kv_end_stride;    // elements
+  i32 num_q;
+  i32 num_kv;
+  i32 num_sms;
+};
+
+struct MqaScheduleSpec {
+  Backend backend;  // sm89: runs on every card
+  u8 num_heads;     // rounded up; sets the tokens of a block
+
+  static constexpr const char* op() { return "mqa_schedule"; }
+
+  template <class Visit>
+  constexpr void fields(Visit&& visit) const {
+    visit("backend", backend);
+    visit("num_heads", num_heads);
+  }
+  constexpr i32 num_threads() const { return 1024; }
+  constexpr i32 smem_bytes() const { return 1024; }
+  constexpr i32 spill_limit_bytes() const { return 0; }
+  constexpr i32 num_wgmma() const { return 0; }
+  constexpr i32 grid(const MqaScheduleArgs&, i32 /*num_sms*/) const { return 1; }
+  constexpr const char* invalid() const {
+    if (backend != Backend::sm89) return "backend must be sm89";
+    if (num_heads > kMqaMaxHeads || mqa_padded_heads(num_heads) != num_heads)
+      return "num_heads must be 8, 16, 32, 64 or 128";
+    return nullptr;
+  }
+  bool operator==(const MqaScheduleSpec&) const = default;
+};
+
+template <class Visit>
+constexpr void for_each_mqa_schedule_spec(Backend backend, Visit&& visit) {
+  if (backend != Backend::sm89) return;
+  for (i32 num_heads = 8; num_heads <= kMqaMaxHeads; num_heads *= 2)
+    visit(MqaScheduleSpec{backend, static_cast<u8>(num_heads)});
+}
+
+}  // namespace deep_kernels

@@ -1,0 +1,97 @@
+// Words shared by every contract: integers, formats, backends and their limits, tensor-map
+// descriptions. Plain C++20 without includes: read by the host compiler, by NVRTC and by tests.
+#pragma once
+
+namespace deep_kernels {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+template <class T>
+constexpr T ceil_div(T value, T unit) {
+  return (value + unit - 1) / unit;
+}
+template <class T>
+constexpr T align_up(T value, T unit) {
+  return ceil_div(value, unit) * unit;
+}
+template <class T>
+constexpr T min_of(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+constexpr T max_of(T a, T b) {
+  return a < b ? b : a;
+}
+template <class T>
+constexpr T clamp_to(T value, T low, T high) {
+  return max_of(low, min_of(value, high));
+}
+
+// Every enum that may stand in a Spec is one byte wide, so that a Spec is hashable as bytes.
+enum class Backend : u8 { cpu, sm89, sm90, sm100 };
+enum class Format : u8 { fp8, mxfp8, mxfp4 };
+enum class DType : u8 { float32, bfloat16, float16 };
+
+constexpr const char* name_of(Backend value) {
+  constexpr const char* names[] = {"cpu", "sm89", "sm90", "sm100"};
+  return names[static_cast<u8>(value)];
+}
+constexpr const char* name_of(Format value) {
+  constexpr const char* names[] = {"fp8", "mxfp8", "mxfp4"};
+  return names[static_cast<u8>(value)];
+}
+constexpr const char* name_of(DType value) {
+  constexpr const char* names[] = {"float32", "bfloat16", "float16"};
+  return names[static_cast<u8>(value)];
+}
+constexpr i32 bytes_of(DType value) { return value == DType::float32 ? 4 : 2; }
+
+// What a block may use. Source: CUDA C++ Programming Guide, table "Technical Specifications per
+// Compute Capability" (shared memory per block after opt-in).
+struct BackendLimits {
+  i32 max_smem_bytes;
+  i32 max_registers_per_block;
+};
+constexpr BackendLimits limits_of(Backend value) {
+  switch (value) {
+    case Backend::sm89: return {101376, 65536};   // 99 KiB: sm_89 and sm_120
+    case Backend::sm90: return {232448, 65536};   // 227 KiB
+    case Backend::sm100: return {232448, 65536};  // 227 KiB
+    case Backend::cpu: break;
+  }
+  return {0, 0};
+}
+
+// One TMA tensor map in plain words. The driver encodes it for the card; an emulator reads it as it
+// is. Dimension 0 is the contiguous one.
+enum class MapType : u8 { u8_, f32_, bf16_ };
+enum class Swizzle : u8 { none, b32, b64, b128 };
+
+constexpr i32 bytes_of(MapType value) {
+  return value == MapType::f32_ ? 4 : value == MapType::bf16_ ? 2 : 1;
+}
+// The swizzle whose span is one row of `row_bytes` bytes.
+constexpr Swizzle swizzle_for(i32 row_bytes) {
+  return row_bytes == 128  ? Swizzle::b128
+         : row_bytes == 64 ? Swizzle::b64
+         : row_bytes == 32 ? Swizzle::b32
+                           : Swizzle::none;
+}
+
+struct MapDescription {
+  static constexpr i32 kMaxRank = 5;
+  const void* base = nullptr;  // multiple of 16 bytes
+  i64 dims[kMaxRank] = {};     // elements; what lies beyond reads as zero
+  i64 strides[kMaxRank] = {};  // bytes, multiples of 16; strides[0] is implied
+  i32 box[kMaxRank] = {};      // elements
+  i32 rank = 0;
+  MapType type = MapType::u8_;
+  Swizzle swizzle = Swizzle::none;
+};
+
+}  // namespace deep_kernels

@@ -1,0 +1,429 @@
+// MQA logits on Hopper: TMA feeds shared memory, wgmma scores 64 kv rows against 128 query rows,
+// four math warpgroups sum over heads in registers. One block per SM, persistent.
+//
+//   scheduler warp   walks the block's share, posts units, loads queries (TMA) and weights
+//   kv warp          streams kv rows and scales of the posted units through a ring of stages
+//   math warpgroups  group g owns query rows [128 g, 128 g + 128): every stage is read by all four
+//   cleaner warps    fill -inf where no tile reaches, while the others compute
+//
+// Design and what it is worth: the feasibility study for this op on an H200 (tokens per lane,
+// 256-row stages, even split, clamp by mul.sat), re-measured in benchmarks/notes_mqa.md.
+#pragma once
+
+#include "deep_kernels/contract/mqa_logits.h"
+#include "deep_kernels/kernels/mqa_logits_tile.cuh"
+#include "deep_kernels/kernels/mqa_schedule.cuh"
+#include "deep_kernels/ptx/sm90.cuh"
+#include "deep_kernels/tile/layout.cuh"
+#include "deep_kernels/tile/pipeline.cuh"
+
+namespace deep_kernels::mqa_sm90 {
+
+// One query block and the run of its stages that this block computes.
+template <i32 kTokens>
+struct Unit {
+  i32 row;         // first query token
+  i32 kv_begin;    // first kv token
+  i32 num_stages;  // 0: no more units
+  float scale_up;  // factor of the kv scales, see kHugeWeightUp
+  // Kv tokens that lie inside the window of every token of a group: their tiles need no edge test.
+  i32 full_begin[kMqaGroups];
+  i32 full_end[kMqaGroups];
+  i32 window_begin[kTokens];
+  i32 window_end[kTokens];
+  i64 origin[kTokens];  // element of logits where kv token 0 of the row would be
+};
+
+template <MqaLogitsSpec S>
+struct Smem {
+  static constexpr i32 kSlots = S.query_slots();
+  alignas(1024) u8 query[kSlots][kMqaGroups][kMqaGroupRows * S.head_dim];
+  alignas(1024) u8 kv[S.kv_stages][S.kv_stage_bytes()];
+  alignas(128) float weights[kSlots][kMqaGroups][kMqaGroupRows];  // in column order
+  alignas(128) float kv_scale[S.kv_stages][S.kv_stage_rows()];
+  Unit<S.tokens_per_block()> unit[kSlots];
+  ScheduleScratch schedule;
+  // Each pair: who arrives, who waits.
+  alignas(8) u64 unit_posted[kSlots];    // scheduler lane 0 -> kv warp
+  u64 query_filled[kSlots];              // scheduler lane 0 twice, and TMA bytes -> math warps
+  u64 unit_drained[kSlots];              // 16 math warps -> scheduler
+  u64 kv_filled[S.kv_stages];            // kv warp, and TMA bytes -> math warps
+  u64 kv_drained[S.kv_stages];           // 16 math warps -> kv warp
+};
+
+inline constexpr i32 kMathWarps = 16;
+inline constexpr i32 kKvWarp = 16;
+inline constexpr i32 kSchedulerWarp = 17;
+inline constexpr i32 kFirstCleanerWarp = 18;
+inline constexpr i32 kCleanerWarps = 2;
+inline constexpr i32 kTileRows = 64;  // kv rows of one wgmma
+// 640 threads start with 96 registers each; what the producers give up the math warps take:
+// 128 * 32 + 512 * 112 = 640 * 96.
+inline constexpr i32 kMathRegisters = 112;
+inline constexpr i32 kProducerRegisters = 32;
+
+enum class Barrier : u32 {  // 0 belongs to sync_threads
+  work_done = 1,            // all 640 threads, before the deferred fill
+};
+
+template <MqaLogitsSpec S>
+DK_DEVICE void init_barriers(Smem<S>& smem) {
+  if (ptx::thread_index() == 0) {
+    for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
+      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 2);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), kMathWarps);
+    }
+    for (i32 i = 0; i < S.kv_stages; ++i) {
+      ptx::mbarrier_init(ptx::smem_addr(&smem.kv_filled[i]), 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.kv_drained[i]), kMathWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  ptx::sync_threads();
+}
+
+// --- scheduler warp -----------------------------------------------------------------------------
+
+// Writes the windows of a block's tokens into the unit and returns their span. Converged.
+template <MqaLogitsSpec S>
+DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
+                               Unit<S.tokens_per_block()>& unit) {
+  constexpr i32 kTokens = S.tokens_per_block();
+  constexpr i32 kPerGroup = S.tokens_per_group();
+  const i32 lane = ptx::lane_index();
+  i32 lowest = args.num_kv;
+  i32 highest = 0;
+  DK_UNROLL
+  for (i32 base = 0; base < kTokens; base += 32) {
+    const i32 token = base + lane;
+    const i32 row = block * kTokens + token;
+    const bool in_block = token < kTokens;
+    const MqaWindow window =
+        load_window(args, in_block ? row : args.num_q, window_limit(args));
+    if (window.begin < window.end) {
+      lowest = min_of(lowest, window.begin);
+      highest = max_of(highest, window.end);
+    }
+    i32 full_begin = window.begin;  // an empty window, also of a row that is not there: no full tile
+    i32 full_end = window.end;
+    DK_UNROLL
+    for (i32 step = 1; step < kPerGroup; step *= 2) {
+      full_begin = max_of(full_begin, ptx::shuffle_xor(full_begin, step));
+      full_end = min_of(full_end, ptx::shuffle_xor(full_end, step));
+    }
+    if (in_block) {
+      ptx::store_shared_i32(ptx::smem_addr(&unit.window_begin[token]), window.begin);
+      ptx::store_shared_i32(ptx::smem_addr(&unit.window_end[token]), window.end);
+      ptx::store_shared_i64(ptx::smem_addr(&unit.origin[token]), row_origin(args, window, row));
+      if (token % kPerGroup == 0) {
+        ptx::store_shared_i32(ptx::smem_addr(&unit.full_begin[token / kPerGroup]), full_begin);
+        ptx::store_shared_i32(ptx::smem_addr(&unit.full_end[token / kPerGroup]), full_end);
+      }
+    }
+  }
+  return mqa_span(ptx::reduce_min(lowest), ptx::reduce_max(highest));
+}
+
+// Weights of a block in column order, those of saturating octets times kSatWeight; returns the
+// factor that its kv scales owe (see kHugeWeightUp). Converged.
+template <MqaLogitsSpec S>
+DK_DEVICE float post_weights(const MqaLogitsArgs& args, i32 block, u32 weights) {
+  const i32 first_row = block * S.tokens_per_block();
+  float down = 1.0f;
+  for (;;) {
+    bool huge = false;
+    DK_NO_UNROLL
+    for (i32 base = 0; base < kMqaQueryRows; base += 4 * 32) {
+      float weight[4];
+      DK_UNROLL
+      for (i32 i = 0; i < 4; ++i) {
+        const i32 column = base + 32 * i + ptx::lane_index();
+        const i32 group = column / kMqaGroupRows;
+        const i32 in_group = column % kMqaGroupRows;
+        weight[i] = load_weight(
+            args, first_row + group * S.tokens_per_group() + S.token_of(in_group),
+            S.head_of(in_group));
+      }
+      DK_UNROLL
+      for (i32 i = 0; i < 4; ++i) {
+        const i32 column = base + 32 * i + ptx::lane_index();
+        huge = huge || is_huge_weight(weight[i]);
+        const float factor = octet_saturates(column % kMqaGroupRows / 8) ? kSatWeight : 1.0f;
+        ptx::store_shared_f32(weights + 4 * column, weight[i] * down * factor);
+      }
+    }
+    if (down != 1.0f) return kHugeWeightUp;
+    if (!ptx::any(huge)) return 1.0f;
+    down = kHugeWeightDown;
+  }
+}
+
+template <MqaLogitsSpec S, class Maps>
+DK_DEVICE void load_queries(const Maps& maps, Smem<S>& smem, i32 slot, i32 block) {
+  constexpr i32 kOctets = kMqaQueryRows / 8;
+  const u32 filled = ptx::smem_addr(&smem.query_filled[slot]);
+  const u32 rows = ptx::smem_addr(&smem.query[slot][0][0]);
+  for (i32 octet = ptx::lane_index(); octet < kOctets; octet += 32) {
+    const i32 column = octet % (kMqaGroupRows / 8) * 8;
+    const i32 token = block * S.tokens_per_block() +
+                      octet / (kMqaGroupRows / 8) * S.tokens_per_group() + S.token_of(column);
+    ptx::tma_load_3d(rows + octet * 8 * S.head_dim, maps.q, filled, 0, S.head_of(column), token);
+  }
+}
+
+template <MqaLogitsSpec S, class Maps>
+DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
+  static_assert(S.kv_stage_rows() == kMqaChunkRows);
+  const i32 lane = ptx::lane_index();
+  const i32 num_blocks = ceil_div(args.num_q, S.tokens_per_block());
+  auto slots = tile::Ring<S.query_slots()>::filler();
+  const MqaCut begin = stored_cut(smem.schedule, 0);
+  const MqaCut end = stored_cut(smem.schedule, 1);
+  for (i32 block = begin.block; block <= end.block && block < num_blocks; ++block) {
+    auto& unit = smem.unit[slots.slot];
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
+    const MqaSpan span = post_windows<S>(args, block, unit);
+    const i32 first = block == begin.block ? min_of(begin.chunk, span.num_chunks) : 0;
+    const i32 last = block == end.block ? min_of(end.chunk, span.num_chunks) : span.num_chunks;
+    if (first >= last) continue;
+    const u32 query_filled = ptx::smem_addr(&smem.query_filled[slots.slot]);
+    if (lane == 0) {
+      ptx::store_shared_i32(ptx::smem_addr(&unit.row), block * S.tokens_per_block());
+      ptx::store_shared_i32(ptx::smem_addr(&unit.kv_begin), span.begin + first * kMqaChunkRows);
+      ptx::store_shared_i32(ptx::smem_addr(&unit.num_stages), last - first);
+      ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
+      ptx::mbarrier_arrive_expect_tx(query_filled, S.query_bytes());
+    }
+    ptx::sync_warp();
+    load_queries<S>(maps, smem, slots.slot, block);
+    const float up =
+        post_weights<S>(args, block, ptx::smem_addr(&smem.weights[slots.slot][0][0]));
+    if (lane == 0) ptx::store_shared_f32(ptx::smem_addr(&unit.scale_up), up);
+    ptx::sync_warp();
+    if (lane == 0) ptx::mbarrier_arrive(query_filled);
+    slots.next();
+  }
+  ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
+  if (lane == 0) {
+    ptx::store_shared_i32(ptx::smem_addr(&smem.unit[slots.slot].num_stages), 0);
+    ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
+    ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
+    ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
+  }
+}
+
+// --- kv warp, one lane ----------------------------------------------------------------------------
+
+template <MqaLogitsSpec S, class Maps>
+DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
+  constexpr u32 kBytes = S.kv_stage_bytes() + S.kv_stage_rows() * sizeof(float);
+  auto units = tile::Ring<S.query_slots()>::drainer();
+  auto stages = tile::Ring<S.kv_stages>::filler();
+  for (;; units.next()) {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_posted[units.slot]), units.parity);
+    const auto& unit = smem.unit[units.slot];
+    const i32 num_stages = ptx::load_shared_i32(ptx::smem_addr(&unit.num_stages));
+    if (num_stages == 0) return;
+    i32 row = ptx::load_shared_i32(ptx::smem_addr(&unit.kv_begin));
+    DK_NO_UNROLL
+    for (i32 i = 0; i < num_stages; ++i, row += S.kv_stage_rows(), stages.next()) {
+      const u32 filled = ptx::smem_addr(&smem.kv_filled[stages.slot]);
+      ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_drained[stages.slot]), stages.parity);
+      ptx::mbarrier_arrive_expect_tx(filled, kBytes);
+      ptx::tma_load_2d(ptx::smem_addr(&smem.kv[stages.slot][0]), maps.kv, filled, 0, row);
+      ptx::tma_load_1d(ptx::smem_addr(&smem.kv_scale[stages.slot][0]), maps.kv_scale, filled,
+                       row + args.kv_scale_lead);
+    }
+  }
+}
+
+// --- math warpgroups --------------------------------------------------------------------------------
+
+template <MqaLogitsSpec S>
+struct Math {
+  using Sum = HeadSum<S>;
+  using Logit = typename LogitStorage<S.logits_dtype>::Type;
+  using Descriptor = tile::KMajorDescriptor<S.head_dim>;
+  static constexpr i32 kTiles = S.kv_stage_rows() / kTileRows;
+
+  const MqaLogitsArgs& args;
+  Smem<S>& smem;
+  i32 group;
+  i32 tile_row;       // kv row inside a tile that this lane keeps first
+  u32 query_low;      // descriptor of the group's query rows
+  u32 kv_low;         // descriptor of kv stage 0
+  float weight[32];
+  // Where kv row tile_row of the coming stage goes, per slot. Four slots leave no registers for
+  // pointers: there they are made anew for every tile.
+  static constexpr bool kKeepsPointers = Sum::kSlots < 4;
+  Logit* out[kKeepsPointers ? Sum::kSlots : 1];
+  tile::Ring<S.kv_stages> stages;
+
+  DK_DEVICE i32 token_of(i32 slot) const {
+    return group * S.tokens_per_group() + Sum::token(slot);
+  }
+  DK_DEVICE Logit* row_pointer(const Unit<S.tokens_per_block()>& unit, i32 slot, i32 kv_row) const {
+    const i64 origin = ptx::load_shared_i64(ptx::smem_addr(&unit.origin[token_of(slot)]));
+    return static_cast<Logit*>(args.logits) + origin + kv_row + tile_row;
+  }
+  // Starts the scores of one tile: x is valid after finish_score.
+  DK_DEVICE void start_score(float (&x)[64], u32 kv) const {
+    ptx::wgmma_fence();
+    DK_UNROLL
+    for (i32 k = 0; k < S.head_dim / 32; ++k)
+      ptx::wgmma_m64n128k32_e4m3(x, Descriptor::make(kv + 2 * k), Descriptor::make(query_low + 2 * k),
+                                 k > 0);
+    ptx::wgmma_commit_group();
+  }
+  static DK_DEVICE void finish_score(float (&x)[64]) {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_accumulators_ready(x);
+  }
+
+  template <bool kEdge>
+  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], const float* scale, i32 tile,
+                       const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
+    DK_UNROLL
+    for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
+      Logit* row;
+      if constexpr (kKeepsPointers)
+        row = out[slot];
+      else
+        row = row_pointer(unit, slot, kv_row);
+      DK_UNROLL
+      for (i32 i = 0; i < Sum::kRows; ++i) {
+        const float value = kept[slot][i] * scale[i];
+        const i32 offset = tile * kTileRows + 8 * i;
+        Logit* address = row + offset;
+        if constexpr (!kEdge) {
+          if (Sum::stores()) store_logit(address, value);
+        } else {
+          const i32 token = token_of(slot);
+          const MqaWindow window{ptx::load_shared_i32(ptx::smem_addr(&unit.window_begin[token])),
+                                 ptx::load_shared_i32(ptx::smem_addr(&unit.window_end[token]))};
+          const RowEdge edge = row_edge(
+              args, window, ptx::load_shared_i32(ptx::smem_addr(&unit.row)) + token);
+          const i32 column = kv_row + tile_row + offset - (args.compressed ? window.begin : 0);
+          if (Sum::stores())
+            store_edge<S.clean != Clean::off>(address, column, edge, value);
+        }
+      }
+    }
+  }
+
+  template <bool kEdge>
+  DK_DEVICE void stage(const Unit<S.tokens_per_block()>& unit, float scale_up, i32 kv_row) {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
+    const u32 scales = ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + 4 * tile_row;
+    const u32 kv = kv_low + stages.slot * (S.kv_stage_bytes() >> 4);
+    DK_UNROLL
+    for (i32 tile = 0; tile < kTiles; ++tile) {
+      float x[64];
+      start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
+      float scale[Sum::kRows];
+      DK_UNROLL
+      for (i32 i = 0; i < Sum::kRows; ++i)
+        scale[i] = ptx::load_shared_f32(scales + 4 * (tile * kTileRows + 8 * i)) * scale_up;
+      finish_score(x);
+      if (tile == kTiles - 1) {  // rows and scales are read: the stage may be refilled
+        ptx::sync_warp();
+        if (ptx::lane_index() == 0)
+          ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
+      }
+      float sum[Sum::kSlots][2];
+      float kept[Sum::kSlots][Sum::kRows];
+      Sum::add_all(sum, x, weight);
+      Sum::join(kept, sum);
+      store<kEdge>(kept, scale, tile, unit, kv_row);
+    }
+    stages.next();
+    if constexpr (kKeepsPointers) {
+      DK_UNROLL
+      for (i32 slot = 0; slot < Sum::kSlots; ++slot) out[slot] += S.kv_stage_rows();
+    }
+  }
+
+  DK_DEVICE void open_unit(const Unit<S.tokens_per_block()>& unit, i32 slot, i32 kv_row) {
+    query_low = Descriptor::low(ptx::smem_addr(&smem.query[slot][group][0]));
+    const u32 weights = ptx::smem_addr(&smem.weights[slot][group][2 * (ptx::lane_index() % 4)]);
+    DK_UNROLL
+    for (i32 octet = 0; octet < 16; ++octet) {
+      float pair[2];
+      ptx::load_shared_f32x2(pair, weights + 4 * 8 * octet);
+      weight[2 * octet] = pair[0];
+      weight[2 * octet + 1] = pair[1];
+    }
+    if constexpr (kKeepsPointers) {
+      DK_UNROLL
+      for (i32 i = 0; i < Sum::kSlots; ++i) out[i] = row_pointer(unit, i, kv_row);
+    }
+  }
+
+  DK_DEVICE void run() {
+    kv_low = Descriptor::low(ptx::smem_addr(&smem.kv[0][0]));
+    tile_row = ptx::warp_index() % 4 * 16 + Sum::row();
+    stages = tile::Ring<S.kv_stages>::drainer();
+    auto units = tile::Ring<S.query_slots()>::drainer();
+    for (;; units.next()) {
+      ptx::mbarrier_wait(ptx::smem_addr(&smem.query_filled[units.slot]), units.parity);
+      const auto& unit = smem.unit[units.slot];
+      i32 num_stages = ptx::load_shared_i32(ptx::smem_addr(&unit.num_stages));
+      if (num_stages == 0) return;
+      i32 kv_row = ptx::load_shared_i32(ptx::smem_addr(&unit.kv_begin));
+      const float scale_up = ptx::load_shared_f32(ptx::smem_addr(&unit.scale_up));
+      const i32 full_begin = ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group]));
+      const i32 full_end = ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
+      open_unit(unit, units.slot, kv_row);
+      DK_NO_UNROLL
+      for (; num_stages > 0; --num_stages, kv_row += S.kv_stage_rows()) {
+        if (kv_row >= full_begin && kv_row + S.kv_stage_rows() <= full_end)
+          stage<false>(unit, scale_up, kv_row);
+        else
+          stage<true>(unit, scale_up, kv_row);
+      }
+      ptx::sync_warp();
+      if (ptx::lane_index() == 0)
+        ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_drained[units.slot]));
+    }
+  }
+};
+
+}  // namespace deep_kernels::mqa_sm90
+
+namespace deep_kernels {
+
+template <MqaLogitsSpec S, class Maps>
+DK_DEVICE void mqa_logits_sm90(const MqaLogitsArgs& args, const Maps& maps) {
+  using namespace mqa_sm90;
+  static_assert(S.invalid() == nullptr);
+  static_assert(sizeof(Smem<S>) <= S.smem_bytes());
+  static_assert((kMathWarps + 4) * 32 == S.num_threads());
+  using Logit = typename LogitStorage<S.logits_dtype>::Type;
+  auto& smem = ptx::dynamic_smem<Smem<S>>();
+  const i32 warp = ptx::warp_index();
+
+  find_run<S>(args, smem.schedule);
+  init_barriers<S>(smem);
+
+  if (warp < kMathWarps) {
+    ptx::set_max_registers_up<kMathRegisters>();
+    Math<S>{.args = args, .smem = smem, .group = warp / 4}.run();
+  } else {
+    ptx::set_max_registers_down<kProducerRegisters>();
+    if (warp == kKvWarp) {
+      if (ptx::lane_index() == 0) kv_role<S>(args, maps, smem);
+    } else if (warp == kSchedulerWarp) {
+      scheduler_role<S>(args, maps, smem);
+    } else if constexpr (S.clean == Clean::concurrent) {
+      fill_untouched<S, Logit>(args, warp - kFirstCleanerWarp, kCleanerWarps);
+    }
+  }
+  if constexpr (S.clean == Clean::deferred) {
+    ptx::sync_warp();
+    ptx::barrier_sync(static_cast<u32>(Barrier::work_done), S.num_threads());
+    fill_untouched<S, Logit>(args, warp, S.num_threads() / 32);
+  }
+}
+
+}  // namespace deep_kernels

@@ -1,0 +1,193 @@
+// What the MQA logits kernels share once a tile of scores [rows of kv, 128 query rows] lies in MMA
+// accumulators: weights in registers, the sum over heads, scaling, stores, and the -inf fill.
+//
+// Accumulator order of both MMAs, per lane with g = lane / 4, t = lane % 4 and octet j:
+//   x[4j + 2r + e] is kv row g + 8r, query column 8j + 2t + e.
+#pragma once
+
+#include "deep_kernels/contract/mqa_logits.h"
+#include "deep_kernels/kernels/mqa_schedule.cuh"
+#include "deep_kernels/ptx/base.cuh"
+
+namespace deep_kernels {
+
+inline constexpr u32 kNegativeInfinity = 0xff800000u;
+
+DK_DEVICE void store_logit(float* address, float value) { ptx::store_global(address, value); }
+DK_DEVICE void store_logit(u16* address, float value) {
+  ptx::store_global(address, ptx::bf16_of(value));
+}
+
+// relu(x) costs one ALU instruction as max(x, 0). Every third octet clamps by mul.sat instead, on
+// the FMA pipe: x * 2^-25 lies in [-1, 1] for every score (|x| <= 128 * 448^2 < 2^25), and its
+// weights carry 2^25. Same bits: both factors are powers of two.
+// Source: measured on an H200 in the feasibility study, +3 to 4% against max alone.
+inline constexpr float kSatScore = 0x1p-25f;
+inline constexpr float kSatWeight = 0x1p25f;
+constexpr bool octet_saturates(i32 octet) { return octet % 3 == 0; }
+
+// Weights of 2^100 and more would leave float32 once they carry 2^25: such a block's weights go down
+// by 2^40 and its kv scales up.
+inline constexpr i32 kHugeWeightExponent = 127 + 100;
+inline constexpr float kHugeWeightDown = 0x1p-40f;
+inline constexpr float kHugeWeightUp = 0x1p40f;
+DK_DEVICE bool is_huge_weight(float weight) {
+  const i32 exponent = static_cast<i32>(ptx::bits_of(weight) >> 23 & 255u);
+  return exponent >= kHugeWeightExponent && exponent < 255;
+}
+
+DK_DEVICE float load_weight(const MqaLogitsArgs& args, i32 row, i32 head) {
+  if (row >= args.num_q || head >= args.num_heads) return 0.0f;
+  const i64 index = row * args.weights_stride + head;
+  switch (args.weights_dtype) {
+    case DType::float32: return ptx::load_global(static_cast<const float*>(args.weights) + index);
+    case DType::bfloat16:
+      return ptx::float_of_bf16(ptx::load_global(static_cast<const u16*>(args.weights) + index));
+    case DType::float16: break;
+  }
+  return ptx::float_of_f16(ptx::load_global(static_cast<const u16*>(args.weights) + index));
+}
+
+// How the four lanes that share a kv row split and join the heads of their tokens.
+template <MqaLogitsSpec S>
+struct HeadSum {
+  // Tokens whose columns a lane holds: its slots. 1 down to 32 heads, then 2 and 4.
+  static constexpr i32 kSlots = max_of(1, S.tokens_per_group() / 4);
+  // Kv rows a lane keeps after joining with its neighbours: both, or one of them.
+  static constexpr i32 kRows = S.num_heads <= 32 ? 2 : 1;
+
+  static constexpr i32 slot_of(i32 octet, i32 e) {
+    return S.num_heads >= 32 ? 0 : octet / S.octets_per_token_set() * 2 + e;
+  }
+  // Token of a slot inside the group.
+  static DK_DEVICE i32 token(i32 slot) {
+    const i32 column = (slot / 2) * S.octets_per_token_set() * 8 + 2 * (ptx::lane_index() % 4);
+    return S.token_of(column + slot % 2);
+  }
+  // First kv row of the 16-row MMA tile that the lane keeps; the second, if any, is 8 further.
+  static DK_DEVICE i32 row() {
+    const i32 lane = ptx::lane_index();
+    return lane / 4 + (kRows == 1 ? 8 * (lane & 1) : 0);
+  }
+  // At 128 heads two lanes end up with the same sum; one of them stores it.
+  static DK_DEVICE bool stores() { return S.num_heads <= 64 || ptx::lane_index() % 4 < 2; }
+
+  // sum[slot][r] += weights of octet j times relu of its four scores x[2r + e].
+  template <i32 kOctet>
+  static DK_DEVICE void add(float (&sum)[kSlots][2], const float* x, const float* weight) {
+    DK_UNROLL
+    for (i32 e = 0; e < 2; ++e) {
+      DK_UNROLL
+      for (i32 r = 0; r < 2; ++r) {
+        float& total = sum[slot_of(kOctet, e)][r];
+        const float score = x[2 * r + e];
+        const float positive = octet_saturates(kOctet) ? ptx::mul_sat(score, kSatScore)
+                                                       : ptx::max(score, 0.0f);
+        constexpr bool kFirst = kOctet % S.octets_per_token_set() == 0;
+        const bool first = kFirst && (kSlots > 1 || e == 0);
+        total = first ? positive * weight[e] : ptx::fma(positive, weight[e], total);
+      }
+    }
+  }
+  template <i32 kOctet = 0>
+  static DK_DEVICE void add_all(float (&sum)[kSlots][2], const float (&x)[64],
+                                const float (&weight)[32]) {
+    if constexpr (kOctet < 16) {
+      add<kOctet>(sum, x + 4 * kOctet, weight + 2 * kOctet);
+      add_all<kOctet + 1>(sum, x, weight);
+    }
+  }
+
+  // Joins the lanes of a token: kept[slot][i] belongs to kv row row() + 8 i. Converged.
+  static DK_DEVICE void join(float (&kept)[kSlots][kRows], const float (&sum)[kSlots][2]) {
+    if constexpr (kRows == 2) {
+      DK_UNROLL
+      for (i32 slot = 0; slot < kSlots; ++slot) {
+        kept[slot][0] = sum[slot][0];
+        kept[slot][1] = sum[slot][1];
+      }
+    } else {
+      const bool odd = (ptx::lane_index() & 1) != 0;
+      const float mine = odd ? sum[0][1] : sum[0][0];
+      const float other = odd ? sum[0][0] : sum[0][1];
+      kept[0][0] = mine + ptx::shuffle_xor(other, 1);
+      if constexpr (S.num_heads == 128) kept[0][0] += ptx::shuffle_xor(kept[0][0], 2);
+    }
+  }
+};
+
+// One row's window in its own columns; only the edge tiles look at it.
+struct RowEdge {
+  i32 begin;  // columns of the window
+  i32 end;
+  i32 width;  // columns that exist; 0 for rows that do not
+};
+DK_DEVICE RowEdge row_edge(const MqaLogitsArgs& args, MqaWindow window, i32 row) {
+  const i32 shift = args.compressed ? window.begin : 0;
+  return {window.begin - shift, window.end - shift, row < args.num_q ? args.width : 0};
+}
+// Element of logits where kv token 0 of the row would be; before the row itself when compressed.
+DK_DEVICE i64 row_origin(const MqaLogitsArgs& args, MqaWindow window, i32 row) {
+  return row * args.logits_stride - (args.compressed ? window.begin : 0);
+}
+template <bool kClean, class Logit>
+DK_DEVICE void store_edge(Logit* address, i32 column, RowEdge edge, float value) {
+  if (column < 0 || column >= edge.width) return;
+  if (column >= edge.begin && column < edge.end)
+    store_logit(address, value);
+  else if (kClean)
+    store_logit(address, ptx::float_of(kNegativeInfinity));
+}
+
+template <class Logit>
+DK_DEVICE constexpr u32 negative_infinity_pair() {
+  return sizeof(Logit) == 4 ? kNegativeInfinity : kNegativeInfinity >> 16 | kNegativeInfinity;
+}
+// -inf into [begin, end) of a row, one warp: single stores up to 16-byte alignment, then vectors.
+template <class Logit>
+DK_DEVICE void fill_row(Logit* row, i32 begin, i32 end) {
+  constexpr i32 kPerStore = 16 / sizeof(Logit);
+  const i32 lane = ptx::lane_index();
+  if (begin >= end) return;
+  const i32 lead = static_cast<i32>(ptx::bytes_to_aligned(row + begin, 16) / sizeof(Logit));
+  const i32 first = min_of(begin + lead, end);
+  const i32 last = first + (end - first) / kPerStore * kPerStore;
+  if (begin + lane < first) store_logit(row + begin + lane, ptx::float_of(kNegativeInfinity));
+  constexpr u32 kPair = negative_infinity_pair<Logit>();
+  for (i32 column = first + lane * kPerStore; column < last; column += 32 * kPerStore)
+    ptx::store_global_x4(row + column, kPair, kPair, kPair, kPair);
+  if (last + lane < end) store_logit(row + last + lane, ptx::float_of(kNegativeInfinity));
+}
+
+// -inf into every column that no tile touches, rows dealt to `num_warps` warps. Converged warps.
+template <MqaLogitsSpec S, class Logit>
+DK_DEVICE void fill_untouched(const MqaLogitsArgs& args, i32 warp, i32 num_warps) {
+  constexpr i32 kTokens = S.tokens_per_block();
+  using Scan = SpanScan<kTokens>;
+  const i32 num_blocks = ceil_div(args.num_q, kTokens);
+  for (i32 block = ptx::block_index(); block < num_blocks; block += ptx::num_blocks()) {
+    MqaSpan span = Scan::load(args, block);  // of this and maybe further blocks: take lane 0's
+    span.begin = ptx::shuffle(span.begin, 0);
+    span.num_chunks = ptx::shuffle(span.num_chunks, 0);
+    const i32 end = min_of((block + 1) * kTokens, args.num_q);
+    for (i32 row = block * kTokens + warp; row < end; row += num_warps) {
+      const MqaWindow window = load_window(args, row, window_limit(args));
+      const MqaFill fill = mqa_fill(span, args.compressed ? window.begin : 0, args.width);
+      Logit* origin = static_cast<Logit*>(args.logits) + row * args.logits_stride;
+      fill_row(origin, 0, fill.left);
+      fill_row(origin, fill.right, args.width);
+    }
+  }
+}
+
+// float32 or the bits of bfloat16.
+template <DType kType>
+struct LogitStorage {
+  using Type = u16;
+};
+template <>
+struct LogitStorage<DType::float32> {
+  using Type = float;
+};
+
+}  // namespace deep_kernels

@@ -1,0 +1,175 @@
+// One instruction or builtin per function, for every card from sm_89 on. Nothing above this layer
+// holds inline asm or a CUDA builtin, so that another implementation of these names (the emulator)
+// runs the same kernels. Shared memory is addressed by 32-bit addresses from smem_addr().
+// Source: PTX ISA 8.7, sections 9.7.3 to 9.7.13; names follow the instructions.
+#pragma once
+
+#include "deep_kernels/contract/types.h"
+
+#define DK_DEVICE __device__ __forceinline__
+#define DK_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+#define DK_GRID_CONSTANT const __grid_constant__
+#define DK_UNROLL _Pragma("unroll")
+#define DK_NO_UNROLL _Pragma("unroll 1")
+
+namespace deep_kernels::ptx {
+
+// --- who and where ------------------------------------------------------------------------------
+
+DK_DEVICE i32 thread_index() { return static_cast<i32>(threadIdx.x); }
+DK_DEVICE i32 lane_index() { return static_cast<i32>(threadIdx.x & 31u); }
+// The same value in all lanes, in a form the compiler knows to be uniform.
+DK_DEVICE i32 warp_index() {
+  return __shfl_sync(0xffffffffu, static_cast<i32>(threadIdx.x >> 5), 0);
+}
+DK_DEVICE i32 block_index() { return static_cast<i32>(blockIdx.x); }
+DK_DEVICE i32 num_blocks() { return static_cast<i32>(gridDim.x); }
+
+// --- shared memory ------------------------------------------------------------------------------
+
+// The block's dynamic shared memory as one struct; its base is a multiple of 1024 bytes.
+template <class Smem>
+DK_DEVICE Smem& dynamic_smem() {
+  extern __shared__ __align__(1024) u8 dk_dynamic_smem[];
+  return *reinterpret_cast<Smem*>(dk_dynamic_smem);
+}
+DK_DEVICE u32 smem_addr(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+DK_DEVICE i32 load_shared_i32(u32 addr) {
+  i32 value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(addr) : "memory");
+  return value;
+}
+DK_DEVICE i64 load_shared_i64(u32 addr) {
+  i64 value;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(value) : "r"(addr) : "memory");
+  return value;
+}
+DK_DEVICE float load_shared_f32(u32 addr) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(addr) : "memory");
+  return value;
+}
+DK_DEVICE void load_shared_f32x2(float (&value)[2], u32 addr) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value[0]), "=f"(value[1])
+               : "r"(addr)
+               : "memory");
+}
+DK_DEVICE void store_shared_i32(u32 addr, i32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(value) : "memory");
+}
+DK_DEVICE void store_shared_i64(u32 addr, i64 value) {
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(addr), "l"(value) : "memory");
+}
+DK_DEVICE void store_shared_f32(u32 addr, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(value) : "memory");
+}
+
+// --- global memory ------------------------------------------------------------------------------
+
+// Read-only for the length of the kernel.
+DK_DEVICE i32 load_global(const i32* address) { return __ldg(address); }
+DK_DEVICE float load_global(const float* address) { return __ldg(address); }
+DK_DEVICE u16 load_global(const u16* address) { return __ldg(address); }
+
+DK_DEVICE void store_global(i32* address, i32 value) { *address = value; }
+DK_DEVICE void store_global(float* address, float value) { *address = value; }
+DK_DEVICE void store_global(u16* address, u16 value) { *address = value; }
+// 16 bytes; the address is a multiple of 16.
+DK_DEVICE void store_global_x4(void* address, u32 a, u32 b, u32 c, u32 d) {
+  *static_cast<uint4*>(address) = make_uint4(a, b, c, d);
+}
+// Bytes from the address up to the next multiple of `unit` (a power of two).
+DK_DEVICE u32 bytes_to_aligned(const void* address, u32 unit) {
+  return static_cast<u32>(-reinterpret_cast<u64>(address)) & (unit - 1);
+}
+
+// --- arithmetic ---------------------------------------------------------------------------------
+
+DK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// max(a, b) where a NaN loses against a number.
+DK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
+// a * b clamped to [0, 1]; NaN gives 0.
+DK_DEVICE float mul_sat(float a, float b) {
+  float value;
+  asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
+  return value;
+}
+DK_DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
+DK_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+DK_DEVICE float float_of_f16(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+DK_DEVICE float float_of_bf16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+// Round to nearest even; NaN becomes 0x7fff.
+DK_DEVICE u16 bf16_of(float value) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// --- converged: called by all 32 lanes at one place -------------------------------------------------
+
+DK_DEVICE void sync_warp() { __syncwarp(); }
+DK_DEVICE float shuffle_xor(float value, i32 mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+DK_DEVICE i32 shuffle_xor(i32 value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+DK_DEVICE i64 shuffle_xor(i64 value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+// The value of the lane `delta` below; lanes under delta keep their own.
+DK_DEVICE i64 shuffle_up(i64 value, i32 delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
+DK_DEVICE i64 shuffle(i64 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DK_DEVICE i32 shuffle(i32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
+DK_DEVICE i32 reduce_min(i32 value) { return __reduce_min_sync(0xffffffffu, value); }
+DK_DEVICE i32 reduce_max(i32 value) { return __reduce_max_sync(0xffffffffu, value); }
+
+// --- block barriers -------------------------------------------------------------------------------
+
+DK_DEVICE void sync_threads() { __syncthreads(); }
+// Barrier 0 belongs to sync_threads(). num_threads: multiple of 32, all participants.
+DK_DEVICE void barrier_sync(u32 id, u32 num_threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// --- cp.async, ldmatrix, mma.sync ------------------------------------------------------------------
+
+// Copies `bytes` (0 or 16) from global to shared and fills the rest of the 16 with zeros.
+DK_DEVICE void cp_async_16(u32 smem, const void* global, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(bytes)
+               : "memory");
+}
+DK_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <i32 kPending>
+DK_DEVICE void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+// Four 8x8 matrices of 16-bit elements; lane l gives the row address of matrix l / 8, row l % 8.
+DK_DEVICE void ldmatrix_x4(u32 (&fragment)[4], u32 addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(addr)
+               : "memory");
+}
+// Two 8x8 matrices; lanes 0 to 15 give the addresses.
+DK_DEVICE void ldmatrix_x2(u32 (&fragment)[2], u32 addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(fragment[0]), "=r"(fragment[1])
+               : "r"(addr)
+               : "memory");
+}
+// d += a * b: a [16, 32] e4m3 row-major, b [32, 8] e4m3 column-major, d [16, 8] float32.
+DK_DEVICE void mma_m16n8k32_e4m3(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace deep_kernels::ptx
