@@ -26,6 +26,7 @@ setup(
                 "-fvisibility=hidden",
                 "-Wall",
                 "-Wextra",
+                "-Wno-unused-parameter",  # of torch's headers
                 "-ffp-contract=off",  # a fused multiply-add is written as such
             ],
             extra_link_args=["-ldl"],

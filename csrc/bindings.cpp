@@ -77,7 +77,8 @@ void register_kernels(torch::Library& m) {
 TORCH_LIBRARY_IMPL(deep_kernels, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(deep_kernels, CUDA, m) { register_kernels(m); }
 
-// --- the eager path: NotImplemented sends the caller to torch.ops -----------------------------------
+// --- the eager path: NotImplemented sends the caller to torch.ops
+// -----------------------------------
 
 py::object not_plain() { return py::reinterpret_borrow<py::object>(Py_NotImplemented); }
 
@@ -132,7 +133,8 @@ py::object mqa_metadata_eager(py::handle start_arg, py::handle end_arg, py::hand
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result)));
 }
 
-// --- the runtime --------------------------------------------------------------------------------------
+// --- the runtime
+// --------------------------------------------------------------------------------------
 
 py::dict to_python(const BuildReport& report) {
   py::dict result;
@@ -179,8 +181,8 @@ py::list legal_specs(const std::string& arch) {
 py::object read_entry(const std::string& path) {
   const cache::Loaded loaded = cache::load(path);
   if (!loaded.entry)
-    throw ValueError(fmt::format("{}: {}", path,
-                                 loaded.fault.empty() ? "no such file" : loaded.fault));
+    throw ValueError(
+        fmt::format("{}: {}", path, loaded.fault.empty() ? "no such file" : loaded.fault));
   py::dict result;
   result["about"] = loaded.entry->about;
   result["source"] = loaded.entry->source;

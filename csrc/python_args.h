@@ -73,11 +73,10 @@ class PythonArgs {
   // dispatcher. Autograd and autocast have nothing to do for these ops.
   bool is_plain() const {
     using c10::DispatchKey;
-    static const c10::DispatchKeySet harmless =
-        c10::DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::ADInplaceOrView,
-                             DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA,
-                             DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA,
-                             DispatchKey::BackendSelect});
+    static const c10::DispatchKeySet harmless = c10::DispatchKeySet(
+        {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::ADInplaceOrView,
+         DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU,
+         DispatchKey::AutocastCUDA, DispatchKey::BackendSelect});
     const auto local = c10::impl::tls_local_dispatch_key_set();
     const c10::DispatchKeySet active = (keys_ | local.included_) - local.excluded_;
     return exact_ && !at::impl::torch_function_mode_enabled() && (active - harmless).empty();
@@ -89,8 +88,8 @@ class PythonArgs {
            reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == ParameterClass;
   }
   [[noreturn]] void refuse(const char* name, const char* expected, py::handle got) const {
-    throw TypeError(fmt::format("{}: {} must be {}, got {}", op_, name, expected,
-                                Py_TYPE(got.ptr())->tp_name));
+    throw TypeError(
+        fmt::format("{}: {} must be {}, got {}", op_, name, expected, Py_TYPE(got.ptr())->tp_name));
   }
 
   const char* op_;

@@ -6,7 +6,16 @@ on disk. Every op runs on CPU tensors too.
 
 from __future__ import annotations
 
-from ._runtime import CompileError, UnsupportedError, get_num_sms, get_pdl, prepare, set_num_sms, set_pdl, supported
+from ._runtime import (
+    CompileError,
+    UnsupportedError,
+    get_num_sms,
+    get_pdl,
+    prepare,
+    set_num_sms,
+    set_pdl,
+    supported,
+)
 from .ops import (
     fp8_fp4_mqa_logits,
     fp8_fp4_paged_mqa_logits,

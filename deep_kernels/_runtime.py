@@ -47,7 +47,9 @@ def _words(op: str, case: Mapping[str, Any]) -> dict[str, str]:
         raise TypeError(f"op must be a str, got {type(op).__name__}")
     for name, value in case.items():
         if not isinstance(value, (str, bool, int, torch.dtype)):
-            raise TypeError(f"{op}: {name} must be a str, bool, int or torch.dtype, got {type(value).__name__}")
+            raise TypeError(
+                f"{op}: {name} must be a str, bool, int or torch.dtype, got {type(value).__name__}"
+            )
     return {name: str(value) for name, value in case.items()}
 
 

@@ -104,7 +104,9 @@ def get_mqa_logits_metadata(
     Source: split scheduling as in DeepGEMM's function of this name; the balance is this project's.
     """
     if not torch.compiler.is_compiling():
-        result = _C.get_mqa_logits_metadata(cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, arch)
+        result = _C.get_mqa_logits_metadata(
+            cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, arch
+        )
         if result is not NotImplemented:
             return result
     schedule: Tensor = torch.ops.deep_kernels.get_mqa_logits_metadata(

@@ -1,5 +1,5 @@
-// A case in words: the public argument names and their values as text, as supported(), prepare() and
-// the command line give them.
+// A case in words: the public argument names and their values as text, as supported(), prepare()
+// and the command line give them.
 #pragma once
 
 #include <map>

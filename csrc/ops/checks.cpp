@@ -45,22 +45,38 @@ std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
 
 const char* dtype_name(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat: return "float32";
-    case at::kDouble: return "float64";
-    case at::kHalf: return "float16";
-    case at::kBFloat16: return "bfloat16";
-    case at::kFloat8_e4m3fn: return "float8_e4m3fn";
-    case at::kFloat8_e5m2: return "float8_e5m2";
-    case at::kFloat8_e4m3fnuz: return "float8_e4m3fnuz";
-    case at::kFloat8_e8m0fnu: return "float8_e8m0fnu";
-    case at::kFloat4_e2m1fn_x2: return "float4_e2m1fn_x2";
-    case at::kInt: return "int32";
-    case at::kLong: return "int64";
-    case at::kShort: return "int16";
-    case at::kChar: return "int8";
-    case at::kByte: return "uint8";
-    case at::kBool: return "bool";
-    default: return c10::toString(dtype);
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kFloat8_e4m3fn:
+      return "float8_e4m3fn";
+    case at::kFloat8_e5m2:
+      return "float8_e5m2";
+    case at::kFloat8_e4m3fnuz:
+      return "float8_e4m3fnuz";
+    case at::kFloat8_e8m0fnu:
+      return "float8_e8m0fnu";
+    case at::kFloat4_e2m1fn_x2:
+      return "float4_e2m1fn_x2";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    case at::kShort:
+      return "int16";
+    case at::kChar:
+      return "int8";
+    case at::kByte:
+      return "uint8";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(dtype);
   }
 }
 
@@ -72,7 +88,8 @@ std::string describe(const at::Tensor& tensor) {
 void require(const char* op, const char* argument, const at::Tensor& tensor, Dtypes dtypes,
              Shape shape) {
   if (tensor.layout() != at::kStrided)
-    throw ValueError(fmt::format("{}: {} must be a dense tensor, got one that is sparse", op, argument));
+    throw ValueError(
+        fmt::format("{}: {} must be a dense tensor, got one that is sparse", op, argument));
   const bool dtype_fits =
       std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) != dtypes.end();
   if (dtype_fits && shape_fits(tensor, shape)) return;
@@ -98,16 +115,18 @@ void require_rows(const char* op, const char* argument, const at::Tensor& tensor
 void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
   for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {
-    if (stride_bytes(tensor, i) % 16 == 0 && (tensor.size(i) <= 1 || tensor.stride(i) > 0)) continue;
+    if (stride_bytes(tensor, i) % 16 == 0 && (tensor.size(i) <= 1 || tensor.stride(i) > 0))
+      continue;
     throw ValueError(fmt::format(
-        "{}: {} must have strides that are positive multiples of 16 bytes, got {} bytes in dimension {}",
+        "{}: {} must have strides that are positive multiples of 16 bytes, got {} bytes in "
+        "dimension {}",
         op, argument, tensor.stride(i) * static_cast<int64_t>(tensor.element_size()), i));
   }
   const auto address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   if (address % 16 != 0)
-    throw ValueError(fmt::format(
-        "{}: {} must start at a multiple of 16 bytes, got an address {} bytes past one", op,
-        argument, address % 16));
+    throw ValueError(
+        fmt::format("{}: {} must start at a multiple of 16 bytes, got an address {} bytes past one",
+                    op, argument, address % 16));
 }
 
 void require_no_grad(const char* op, const char* argument, const at::Tensor& tensor) {
@@ -120,9 +139,10 @@ void require_no_grad(const char* op, const char* argument, const at::Tensor& ten
 
 void require_separate_rows(const char* op, const at::Tensor& out) {
   if (out.size(0) <= 1 || out.stride(0) >= out.size(1)) return;
-  throw ValueError(fmt::format("{}: out must have rows that do not overlap, got row stride {} for {} "
-                               "columns",
-                               op, out.stride(0), out.size(1)));
+  throw ValueError(
+      fmt::format("{}: out must have rows that do not overlap, got row stride {} for {} "
+                  "columns",
+                  op, out.stride(0), out.size(1)));
 }
 
 void require_no_overlap(const char* op, const at::Tensor& out, const char* argument,

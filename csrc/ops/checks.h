@@ -19,8 +19,8 @@ struct Dim {
 using Dtypes = std::initializer_list<at::ScalarType>;
 using Shape = std::initializer_list<Dim>;
 
-const char* dtype_name(at::ScalarType dtype);      // "float8_e4m3fn"
-std::string describe(const at::Tensor& tensor);    // "float16 [4095]"
+const char* dtype_name(at::ScalarType dtype);    // "float8_e4m3fn"
+std::string describe(const at::Tensor& tensor);  // "float16 [4095]"
 
 // A strided tensor of one of the dtypes and of the shape.
 void require(const char* op, const char* argument, const at::Tensor& tensor, Dtypes dtypes,

@@ -1,5 +1,5 @@
-// Compatibility knobs: process-wide defaults of per-call values, for code written for a library that
-// has them as global setters.
+// Compatibility knobs: process-wide defaults of per-call values, for code written for a library
+// that has them as global setters.
 #pragma once
 
 #include <optional>

@@ -33,8 +33,8 @@ Format format_of(const MqaLogitsCall& call) {
   if (type == at::kFloat8_e4m3fn) return call.q_scale ? Format::mxfp8 : Format::fp8;
   if (type == at::kChar || type == at::kByte || type == at::kFloat4_e2m1fn_x2) {
     if (call.q_scale) return Format::mxfp4;
-    throw ValueError(fmt::format(
-        "{}: q scale must be given with {} values (MXFP4), got None", kOp, dtype_name(type)));
+    throw ValueError(fmt::format("{}: q scale must be given with {} values (MXFP4), got None", kOp,
+                                 dtype_name(type)));
   }
   throw ValueError(fmt::format(
       "{}: q must be float8_e4m3fn [num_q, num_heads, head_dim] or int8, uint8 or float4_e2m1fn_x2 "
@@ -86,8 +86,8 @@ Problem check_inputs(const MqaLogitsCall& call) {
     throw ValueError(fmt::format("{}: logits_dtype must be float32 or bfloat16, got {}", kOp,
                                  dtype_name(call.logits_dtype)));
   if (call.reduction != "exact" && call.reduction != "folded")
-    throw ValueError(fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'", kOp,
-                                 call.reduction));
+    throw ValueError(
+        fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'", kOp, call.reduction));
   if (call.schedule) {
     require(kOp, "schedule_meta", *call.schedule, {at::kInt}, {{"length", -1}});
     require_rows(kOp, "schedule_meta", *call.schedule);
@@ -149,7 +149,8 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::T
       .weights = call.weights.const_data_ptr(),
       .kv_start = static_cast<const i32*>(call.kv_start.const_data_ptr()),
       .kv_end = static_cast<const i32*>(call.kv_end.const_data_ptr()),
-      .schedule = call.schedule ? static_cast<const i32*>(call.schedule->const_data_ptr()) : nullptr,
+      .schedule =
+          call.schedule ? static_cast<const i32*>(call.schedule->const_data_ptr()) : nullptr,
       .logits = out.mutable_data_ptr(),
       .q_token_stride = stride_bytes(call.q, 0),
       .q_head_stride = stride_bytes(call.q, 1),
@@ -249,7 +250,8 @@ at::Tensor mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>
     return logits;
   }
   if (!device.is_cuda())
-    throw ValueError(fmt::format("{}: q must be on a CPU or CUDA device, got {}", kOp, device.str()));
+    throw ValueError(
+        fmt::format("{}: q must be on a CPU or CUDA device, got {}", kOp, device.str()));
 
   const c10::DeviceGuard guard(device);
   const Arch arch = arch_of_call(kOp, call.arch, device);
@@ -263,9 +265,8 @@ at::Tensor mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>
   return logits;
 }
 
-at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_end,
-                               int64_t num_kv, int64_t num_heads,
-                               const std::optional<std::string>& arch_text) {
+at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_end, int64_t num_kv,
+                               int64_t num_heads, const std::optional<std::string>& arch_text) {
   const char* op = kMetadataOp;
   require(op, "cu_seq_len_k_start", kv_start, {at::kInt}, {{"num_q", -1}});
   require(op, "cu_seq_len_k_end", kv_end, {at::kInt}, {{"num_q", kv_start.size(0)}});
@@ -273,8 +274,8 @@ at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_
   const i32 num_q = to_i32(op, "num_q", kv_start.size(0));
   const i32 num_tokens = to_i32(op, "num_kv_tokens", num_kv);
   if (num_heads < 1 || num_heads > kMqaMaxHeads)
-    throw ValueError(fmt::format("{}: num_heads must be from 1 to {}, got {}", op, kMqaMaxHeads,
-                                 num_heads));
+    throw ValueError(
+        fmt::format("{}: num_heads must be from 1 to {}, got {}", op, kMqaMaxHeads, num_heads));
   const i32 padded = mqa_padded_heads(static_cast<i32>(num_heads));
   const c10::Device device = kv_start.device();
   const auto make = [&](int num_sms) {
@@ -287,8 +288,8 @@ at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_
     return schedule;
   }
   if (!device.is_cuda())
-    throw ValueError(fmt::format("{}: cu_seq_len_k_start must be on a CPU or CUDA device, got {}", op,
-                                 device.str()));
+    throw ValueError(fmt::format("{}: cu_seq_len_k_start must be on a CPU or CUDA device, got {}",
+                                 op, device.str()));
   const c10::DeviceGuard guard(device);
   const Arch arch = arch_of_call(op, arch_text, device);
   const int num_sms = usable_sms(device.index());

@@ -33,9 +33,8 @@ struct MqaLogitsCall {
 // Allocates the result, or writes into `out` and returns it.
 at::Tensor mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>& out);
 
-at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_end,
-                               int64_t num_kv, int64_t num_heads,
-                               const std::optional<std::string>& arch);
+at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_end, int64_t num_kv,
+                               int64_t num_heads, const std::optional<std::string>& arch);
 
 // A case as supported() and prepare() see it.
 struct MqaLogitsCase {

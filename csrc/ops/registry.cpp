@@ -102,8 +102,9 @@ std::vector<std::string> ops() {
   return names;
 }
 
-std::optional<std::string> supported(const std::string& name, const std::optional<std::string>& arch,
-                                     const Case& fields, std::optional<int> capability) {
+std::optional<std::string> supported(const std::string& name,
+                                     const std::optional<std::string>& arch, const Case& fields,
+                                     std::optional<int> capability) {
   const Op& op = find(name);
   CaseReader reader(name, fields);
   Backend backend = Backend::cpu;
@@ -120,7 +121,8 @@ std::optional<std::string> supported(const std::string& name, const std::optiona
 std::vector<BuildReport> prepare(const std::string& name, const std::optional<std::string>& arch,
                                  const Case& fields, std::optional<int> capability) {
   const Op& op = find(name);
-  if (const auto reason = supported(name, arch, fields, capability)) throw UnsupportedError(*reason);
+  if (const auto reason = supported(name, arch, fields, capability))
+    throw UnsupportedError(*reason);
   const auto found = arch_or_cpu(op, arch, card_for(arch, capability));
   if (!found) return {};
   CaseReader reader(name, fields);
@@ -131,8 +133,8 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   const Arch arch = resolve_arch("compile", text, std::nullopt);
   std::vector<LegalSpec> specs;
   const auto add = [&](const auto& spec) {
-    specs.push_back({spec.op(), spec_json(spec),
-                     [target = arch.target, spec] { return build(target, spec); }});
+    specs.push_back(
+        {spec.op(), spec_json(spec), [target = arch.target, spec] { return build(target, spec); }});
   };
   for_each_mqa_logits_spec(arch.backend, add);
   for_each_mqa_schedule_spec(Backend::sm89, add);

@@ -48,7 +48,8 @@ bool compiles_for(Backend backend, Target target) {
   return backend_of(target) == backend;
 }
 
-// Machine code runs on the same major version from its minor version on; with 'a' on that chip only.
+// Machine code runs on the same major version from its minor version on; with 'a' on that chip
+// only.
 bool runs_on(Target target, int capability) {
   if (target.suffix == 'a') return target.number == capability;
   return target.number / 10 == capability / 10 && target.number <= capability;

@@ -71,8 +71,8 @@ Loaded load(const std::filesystem::path& path) {
   if (header.schema != kSchema)
     return {std::nullopt, fmt::format("schema {}, expected {}", header.schema, kSchema)};
   const std::string_view payload = std::string_view(data).substr(sizeof(header));
-  const std::uint64_t expected = std::uint64_t{header.about_bytes} + header.source_bytes +
-                                 header.cubin_bytes;
+  const std::uint64_t expected =
+      std::uint64_t{header.about_bytes} + header.source_bytes + header.cubin_bytes;
   if (payload.size() != expected)
     return {std::nullopt,
             fmt::format("{} bytes of content, expected {}", payload.size(), expected)};
@@ -123,7 +123,8 @@ int clear(const std::filesystem::path& folder) {
   std::error_code ignored;
   std::vector<std::filesystem::path> doomed = files(folder);
   for (const auto& file : std::filesystem::directory_iterator(folder, ignored))
-    if (file.path().filename().string().starts_with(kTemporaryPrefix)) doomed.push_back(file.path());
+    if (file.path().filename().string().starts_with(kTemporaryPrefix))
+      doomed.push_back(file.path());
   for (const auto& file : doomed) removed += std::filesystem::remove(file, ignored) ? 1 : 0;
   return removed;
 }

@@ -1,5 +1,5 @@
-// Compiled kernels on disk: one file each, written privately, renamed into place once. A damaged file
-// is a miss, never an error; a folder that cannot be written is no reason to fail.
+// Compiled kernels on disk: one file each, written privately, renamed into place once. A damaged
+// file is a miss, never an error; a folder that cannot be written is no reason to fail.
 #pragma once
 
 #include <filesystem>

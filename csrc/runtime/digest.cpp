@@ -59,7 +59,8 @@ std::array<std::uint8_t, 32> sha256(std::string_view data) {
   for (int i = 0; i < 8; ++i) tail[padded - 1 - i] = static_cast<std::uint8_t>(bits >> (8 * i));
   for (std::size_t i = 0; i < padded; i += 64) add_block(state, tail + i);
   std::array<std::uint8_t, 32> digest;
-  for (int i = 0; i < 32; ++i) digest[i] = static_cast<std::uint8_t>(state[i / 4] >> (24 - i % 4 * 8));
+  for (int i = 0; i < 32; ++i)
+    digest[i] = static_cast<std::uint8_t>(state[i / 4] >> (24 - i % 4 * 8));
   return digest;
 }
 

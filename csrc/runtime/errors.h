@@ -1,5 +1,5 @@
-// What the library throws. pybind11 turns std::invalid_argument into ValueError by itself; the others
-// are registered in bindings.cpp.
+// What the library throws. pybind11 turns std::invalid_argument into ValueError by itself; the
+// others are registered in bindings.cpp.
 #pragma once
 
 #include <stdexcept>

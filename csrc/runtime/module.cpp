@@ -23,8 +23,9 @@ driver::Kernel Module::handle(int device, int smem_bytes) {
   const driver::Api& api = driver::api();
   if (library_ == nullptr) {
     driver::Library library = nullptr;
-    driver::check(api.library_load(&library, cubin_.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
-                  fmt::format("loading {}", entry_));
+    driver::check(
+        api.library_load(&library, cubin_.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+        fmt::format("loading {}", entry_));
     library_ = library;
     driver::Kernel kernel = nullptr;
     driver::check(api.library_get_kernel(&kernel, library_, entry_.c_str()),

@@ -1,5 +1,5 @@
-// A compiled kernel: machine code in, launches out. Loaded at the first launch, not before, so that a
-// process without a GPU can hold it.
+// A compiled kernel: machine code in, launches out. Loaded at the first launch, not before, so that
+// a process without a GPU can hold it.
 #pragma once
 
 #include <array>
@@ -20,7 +20,8 @@ struct LaunchShape {
 
 class Module {
  public:
-  Module(std::string entry, std::string cubin) : entry_(std::move(entry)), cubin_(std::move(cubin)) {}
+  Module(std::string entry, std::string cubin)
+      : entry_(std::move(entry)), cubin_(std::move(cubin)) {}
   ~Module();
   Module(const Module&) = delete;
   Module& operator=(const Module&) = delete;

@@ -51,7 +51,8 @@ std::vector<std::string> candidates() {
   std::vector<std::string> paths;
   if (const auto loaded = loaded_nvrtc()) paths.push_back(*loaded);
   for (auto& path : packaged_nvrtcs()) paths.push_back(std::move(path));
-  for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"}) paths.push_back(name);
+  for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"})
+    paths.push_back(name);
   return paths;
 }
 
@@ -120,8 +121,8 @@ CompileResult Nvrtc::compile(const std::string& name, const std::string& source,
   } guard{*this};
   const auto check = [&](int result, const char* call) {
     if (result != 0)
-      throw CompileError(fmt::format("{}: {} ({}, version {})", call, error_string_(result), path_,
-                                     version_));
+      throw CompileError(
+          fmt::format("{}: {} ({}, version {})", call, error_string_(result), path_, version_));
   };
   check(create_(&guard.program, source.c_str(), name.c_str(), static_cast<int>(names.size()),
                 texts.data(), names.data()),

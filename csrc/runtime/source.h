@@ -68,7 +68,8 @@ std::string generate_source(const Spec& spec, const KernelText& text, const std:
     using Value = decltype(value);
     const std::string word = source_detail::word(value);
     if constexpr (std::is_enum_v<Value>)
-      fields += fmt::format("    .{} = dk::{}::{},\n", name, source_detail::enum_type<Value>(), word);
+      fields +=
+          fmt::format("    .{} = dk::{}::{},\n", name, source_detail::enum_type<Value>(), word);
     else
       fields += fmt::format("    .{} = {},\n", name, word);
   });

@@ -54,8 +54,8 @@ struct State {
 // Never destroyed: at process exit the driver may be gone before the modules.
 State*& state() {
   static State* current = [] {
-    // A child of fork must not wait for locks that a thread of its parent held: it starts clean, and
-    // the parent's kernels, useless there, stay where they are.
+    // A child of fork must not wait for locks that a thread of its parent held: it starts clean,
+    // and the parent's kernels, useless there, stay where they are.
     pthread_atfork(nullptr, nullptr, [] { state() = new State; });
     return new State;
   }();
@@ -79,7 +79,8 @@ std::string about_json(const BuildRequest& request, const std::string& entry, co
     options.push_back(fmt::format("\"{}\"", option));
   return fmt::format(
       "{{\"entry\": \"{}\", \"op\": \"{}\", \"target\": \"{}\", \"spec\": {}, \"options\": [{}], "
-      "\"nvrtc\": \"{}\", \"include_digest\": \"{}\", \"registers\": {}, \"spill_store_bytes\": {}, "
+      "\"nvrtc\": \"{}\", \"include_digest\": \"{}\", \"registers\": {}, \"spill_store_bytes\": "
+      "{}, "
       "\"spill_load_bytes\": {}, \"spill_limit_bytes\": {}, \"wgmma_serialized\": {}, "
       "\"num_wgmma\": {}, \"compile_seconds\": {:.3f}}}",
       entry, request.op, request.target.name(), request.spec_json, fmt::join(options, ", "),
@@ -101,7 +102,8 @@ std::string numbered(const std::string& text) {
 
 [[noreturn]] void refuse_compile(const BuildRequest& request) {
   throw CompileError(fmt::format(
-      "{} for {} is neither in memory nor in {} and DEEP_KERNELS_NO_COMPILE=1 forbids compiling it: {}",
+      "{} for {} is neither in memory nor in {} and DEEP_KERNELS_NO_COMPILE=1 forbids compiling "
+      "it: {}",
       request.op, request.target.name(), settings::cache_dir().string(), request.spec_text));
 }
 

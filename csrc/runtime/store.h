@@ -48,7 +48,8 @@ namespace store {
 Module* find(const SpecKey& key);
 // Builds it, or waits for the thread that already does. Different keys build in parallel.
 Module& build(const SpecKey& key, const BuildRequest& request);
-// The same without a GPU and without keeping it in memory: for compiling ahead. Always asks the disk.
+// The same without a GPU and without keeping it in memory: for compiling ahead. Always asks the
+// disk.
 BuildReport prepare(const BuildRequest& request);
 
 // Part of every key: the digest of the shipped include tree.

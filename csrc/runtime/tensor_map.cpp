@@ -12,9 +12,12 @@ namespace {
 // Values of the driver's enums.
 int data_type(MapType type) {
   switch (type) {
-    case MapType::u8_: return 0;
-    case MapType::f32_: return 7;
-    case MapType::bf16_: return 9;
+    case MapType::u8_:
+      return 0;
+    case MapType::f32_:
+      return 7;
+    case MapType::bf16_:
+      return 9;
   }
   return 0;
 }

@@ -19,8 +19,8 @@ DK_DEVICE i32 window_limit(const MqaLogitsArgs& args) {
 }
 DK_DEVICE i32 window_limit(const MqaScheduleArgs& args) { return args.num_kv; }
 
-// One warp looks at kBlocks consecutive query blocks of kTokens tokens at once: kLanes lanes share a
-// block, every lane takes kTokensPerLane of its tokens.
+// One warp looks at kBlocks consecutive query blocks of kTokens tokens at once: kLanes lanes share
+// a block, every lane takes kTokensPerLane of its tokens.
 template <i32 kTokens>
 struct SpanScan {
   static constexpr i32 kLanes = kTokens < 32 ? kTokens : 32;
@@ -59,8 +59,7 @@ struct BlockRange {
 };
 template <i32 kTokens, i32 kWarps>
 DK_DEVICE BlockRange warp_blocks(i32 num_blocks, i32 warp) {
-  const i32 per_warp =
-      align_up(ceil_div(num_blocks, kWarps), SpanScan<kTokens>::kBlocks);
+  const i32 per_warp = align_up(ceil_div(num_blocks, kWarps), SpanScan<kTokens>::kBlocks);
   const i32 begin = static_cast<i32>(min_of<i64>(i64{per_warp} * warp, num_blocks));
   return {begin, min_of(begin + per_warp, num_blocks)};
 }
@@ -157,8 +156,7 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
     const i64 end = begin + mqa_block_cost(span.num_chunks);
     for (i32 side = 0; side < 2; ++side) {
       if (position[side] >= begin && position[side] < end)
-        store_cut(scratch, side,
-                  mqa_cut_in_block(block, position[side] - begin, span.num_chunks));
+        store_cut(scratch, side, mqa_cut_in_block(block, position[side] - begin, span.num_chunks));
     }
   });
 }
@@ -187,12 +185,13 @@ template <MqaLogitsSpec S>
 DK_DEVICE void find_run(const MqaLogitsArgs& args, ScheduleScratch& scratch) {
   constexpr i32 kTokens = S.tokens_per_block();
   if constexpr (S.schedule == Schedule::derived) {
-    derive_cuts<kTokens, S.num_threads() / 32>(args, ptx::block_index(), ptx::num_blocks(), scratch);
+    derive_cuts<kTokens, S.num_threads() / 32>(args, ptx::block_index(), ptx::num_blocks(),
+                                               scratch);
   } else {
     const i32 side = ptx::warp_index();
     if (side >= 2) return;
-    const MqaCut cut = load_cut(args, ceil_div(args.num_q, kTokens), ptx::block_index() + side,
-                                ptx::num_blocks());
+    const MqaCut cut =
+        load_cut(args, ceil_div(args.num_q, kTokens), ptx::block_index() + side, ptx::num_blocks());
     if (ptx::lane_index() == 0) store_cut(scratch, side, cut);
   }
 }
