@@ -23,7 +23,7 @@ def fp8_fp4_mqa_logits(
     arch: str | None,
     out: Tensor | None,
     /,
-) -> Any: ...
+) -> Tensor: ...  # or NotImplemented
 def get_mqa_logits_metadata(
     cu_seq_len_k_start: Tensor,
     cu_seq_len_k_end: Tensor,
@@ -31,7 +31,7 @@ def get_mqa_logits_metadata(
     num_heads: int,
     arch: str | None,
     /,
-) -> Any: ...
+) -> Tensor: ...  # or NotImplemented
 def ops() -> list[str]: ...
 def supported(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> str | None: ...
 def prepare(

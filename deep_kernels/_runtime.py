@@ -47,9 +47,7 @@ def _words(op: str, case: Mapping[str, Any]) -> dict[str, str]:
         raise TypeError(f"op must be a str, got {type(op).__name__}")
     for name, value in case.items():
         if not isinstance(value, (str, bool, int, torch.dtype)):
-            raise TypeError(
-                f"{op}: {name} must be a str, bool, int or torch.dtype, got {type(value).__name__}"
-            )
+            raise TypeError(f"{op}: {name} must be a str, bool, int or torch.dtype, got {type(value).__name__}")
     return {name: str(value) for name, value in case.items()}
 
 
@@ -111,9 +109,7 @@ def prepare(
             raise UnsupportedError(reason)
     results: list[list[dict[str, Any]]] = [[] for _ in requests]
     with ThreadPoolExecutor(max_workers=jobs or len(os.sched_getaffinity(0))) as pool:
-        futures = {
-            pool.submit(_C.prepare, op, arch, words, capability): i for i, (op, words) in enumerate(requests)
-        }
+        futures = {pool.submit(_C.prepare, op, arch, words, capability): i for i, (op, words) in enumerate(requests)}
         for done, future in enumerate(as_completed(futures), start=1):
             results[futures[future]] = future.result()
             if progress is not None:
@@ -123,7 +119,7 @@ def prepare(
 
 def _card_num_sms() -> int | None:
     """SM count of the first visible card, asked of NVML, which does not initialise CUDA."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     try:

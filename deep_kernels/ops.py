@@ -104,9 +104,7 @@ def get_mqa_logits_metadata(
     Source: split scheduling as in DeepGEMM's function of this name; the balance is this project's.
     """
     if not torch.compiler.is_compiling():
-        result = _C.get_mqa_logits_metadata(
-            cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, arch
-        )
+        result = _C.get_mqa_logits_metadata(cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, arch)
         if result is not NotImplemented:
             return result
     schedule: Tensor = torch.ops.deep_kernels.get_mqa_logits_metadata(
@@ -198,7 +196,6 @@ def _refuse_grad(op: str, **inputs: Tensor | None) -> None:
             )
 
 
-@torch.library.register_fake("deep_kernels::fp8_fp4_mqa_logits")
 def _fake_mqa_logits(
     q: Tensor,
     q_scale: Tensor | None,
@@ -217,11 +214,10 @@ def _fake_mqa_logits(
     _refuse_grad("fp8_fp4_mqa_logits", weights=weights, kv_scale=kv_scale)
     width = kv.shape[0] if max_seqlen_k == 0 else max_seqlen_k
     per_unit = _ROW_ALIGN_BYTES // logits_dtype.itemsize
-    stride = torch.sym_max((width + per_unit - 1) // per_unit * per_unit, per_unit)
+    stride = (width + per_unit - 1) // per_unit * per_unit
     return torch.empty_strided((q.shape[0], width), (stride, 1), dtype=logits_dtype, device=q.device)
 
 
-@torch.library.register_fake("deep_kernels::fp8_fp4_mqa_logits_out")
 def _fake_mqa_logits_out(
     q: Tensor,
     q_scale: Tensor | None,
@@ -241,7 +237,6 @@ def _fake_mqa_logits_out(
     _refuse_grad("fp8_fp4_mqa_logits", weights=weights, kv_scale=kv_scale, out=out)
 
 
-@torch.library.register_fake("deep_kernels::get_mqa_logits_metadata")
 def _fake_mqa_logits_metadata(
     cu_seq_len_k_start: Tensor,
     cu_seq_len_k_end: Tensor,
@@ -254,3 +249,8 @@ def _fake_mqa_logits_metadata(
     if device.type == "cuda":
         num_sms = _runtime.get_num_sms()
     return torch.empty(2 * (num_sms + 1), dtype=torch.int32, device=device)
+
+
+torch.library.register_fake("deep_kernels::fp8_fp4_mqa_logits", _fake_mqa_logits)
+torch.library.register_fake("deep_kernels::fp8_fp4_mqa_logits_out", _fake_mqa_logits_out)
+torch.library.register_fake("deep_kernels::get_mqa_logits_metadata", _fake_mqa_logits_metadata)

@@ -130,8 +130,7 @@ at::Tensor check_out(const MqaLogitsCall& call, const Problem& p, const at::Tens
 
 at::Tensor new_logits(const MqaLogitsCall& call, const Problem& p) {
   const int64_t per_unit = kRowAlignBytes / (call.logits_dtype == at::kFloat ? 4 : 2);
-  const int64_t stride = std::max(align_up(p.width, per_unit), per_unit);
-  return at::empty_strided({p.num_q, p.width}, {stride, 1},
+  return at::empty_strided({p.num_q, p.width}, {align_up(p.width, per_unit), 1},
                            call.q.options().dtype(call.logits_dtype));
 }
 

@@ -254,10 +254,10 @@ struct Math {
   u32 query_low;  // descriptor of the group's query rows
   u32 kv_low;     // descriptor of kv stage 0
   float weight[32];
-  // Where kv row tile_row of the coming stage goes, per slot. Four slots leave no registers for
+  // Where kv row tile_row of the coming stage goes. Several slots leave no registers for several
   // pointers: there they are made anew for every tile.
-  static constexpr bool kKeepsPointers = Sum::kSlots < 4;
-  Logit* out[kKeepsPointers ? Sum::kSlots : 1];
+  static constexpr bool kKeepsPointers = Sum::kSlots == 1;
+  Logit* out;
   tile::Ring<S.kv_stages> stages;
 
   DK_DEVICE i32 token_of(i32 slot) const { return group * S.tokens_per_group() + Sum::token(slot); }
@@ -286,7 +286,7 @@ struct Math {
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
       Logit* row;
       if constexpr (kKeepsPointers)
-        row = out[slot];
+        row = out;
       else
         row = row_pointer(unit, slot, kv_row);
       DK_UNROLL
@@ -335,10 +335,7 @@ struct Math {
       store<kEdge>(kept, scale, tile, unit, kv_row);
     }
     stages.next();
-    if constexpr (kKeepsPointers) {
-      DK_UNROLL
-      for (i32 slot = 0; slot < Sum::kSlots; ++slot) out[slot] += S.kv_stage_rows();
-    }
+    if constexpr (kKeepsPointers) out += S.kv_stage_rows();
   }
 
   DK_DEVICE void open_unit(const Unit<S.tokens_per_block()>& unit, i32 slot, i32 kv_row) {
@@ -351,10 +348,7 @@ struct Math {
       weight[2 * octet] = pair[0];
       weight[2 * octet + 1] = pair[1];
     }
-    if constexpr (kKeepsPointers) {
-      DK_UNROLL
-      for (i32 i = 0; i < Sum::kSlots; ++i) out[i] = row_pointer(unit, i, kv_row);
-    }
+    if constexpr (kKeepsPointers) out = row_pointer(unit, 0, kv_row);
   }
 
   DK_DEVICE void run() {
