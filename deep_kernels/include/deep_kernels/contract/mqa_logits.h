@@ -114,10 +114,19 @@ struct MqaCut {
   i32 block;
   i32 chunk;
 };
-// Position of cut `index` of `num_runs` equal runs over `total` cost; exact, total < 2^47.
-constexpr i64 mqa_cut_position(i64 total, i32 index, i32 num_runs) {
-  return total / num_runs * index + total % num_runs * index / num_runs;
-}
+// Where the cuts of num_runs equal runs over a total cost lie; exact for any total and up to 65535
+// runs, with one 32-bit division per cut.
+struct MqaCutPositions {
+  i64 whole;  // total / num_runs
+  u32 rest;   // total % num_runs
+  u32 num_runs;
+
+  constexpr MqaCutPositions(i64 total, i32 runs)
+      : whole(total / runs), rest(static_cast<u32>(total % runs)), num_runs(runs) {}
+  constexpr i64 operator()(i32 index) const {
+    return whole * index + rest * static_cast<u32>(index) / num_runs;
+  }
+};
 // The cut at `offset` cost into a block: what falls into the opening cost moves to its start.
 constexpr MqaCut mqa_cut_in_block(i32 block, i64 offset, i32 num_chunks) {
   return {block, static_cast<i32>(clamp_to<i64>(offset - kMqaBlockCost, 0, num_chunks))};

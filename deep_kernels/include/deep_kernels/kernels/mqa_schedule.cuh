@@ -90,15 +90,15 @@ DK_DEVICE void for_each_block(const Args& args, BlockRange blocks, i64 position,
     const i32 block = first + lane / Scan::kLanes;
     const MqaSpan span = Scan::load(args, first);
     const bool leads = lane % Scan::kLanes == 0 && block < blocks.end;
-    const i64 cost = leads ? mqa_block_cost(span.num_chunks) : 0;
-    i64 sum = cost;  // inclusive prefix over the lanes
+    const i32 cost = leads ? mqa_block_cost(span.num_chunks) : 0;
+    i32 sum = cost;  // inclusive prefix over the lanes, at most 32 * 2^23
     DK_UNROLL
-    for (i32 step = 1; step < 32; step *= 2) {
-      const i64 below = ptx::shuffle_up(sum, step);
+    for (i32 step = Scan::kLanes; step < 32; step *= 2) {
+      const i32 below = ptx::shuffle_up(sum, step);
       if (lane >= step) sum += below;
     }
     if (leads) visit(block, position + sum - cost, span);
-    position += ptx::shuffle(sum, 31);
+    position += ptx::shuffle(sum, 32 - Scan::kLanes);
   }
 }
 
@@ -145,10 +145,11 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
   const ScheduleSums sums = sum_costs<kTokens, kWarps>(args, blocks, warp, scratch);
+  const MqaCutPositions cuts(sums.total, num_runs);
   i64 position[2];
   DK_UNROLL
   for (i32 side = 0; side < 2; ++side) {
-    position[side] = mqa_cut_position(sums.total, run + side, num_runs);
+    position[side] = cuts(run + side);
     if (ptx::thread_index() == 0 && position[side] >= sums.total)  // the end of the last run
       store_cut(scratch, side, {num_blocks, 0});
   }
@@ -212,16 +213,18 @@ DK_DEVICE void mqa_schedule(const MqaScheduleArgs& args) {
     ptx::store_global(args.schedule + 2 * i64{index}, cut.block);
     ptx::store_global(args.schedule + 2 * i64{index} + 1, cut.chunk);
   };
+  const MqaCutPositions cuts(sums.total, args.num_sms);
   // Cuts at the very end: the last one, and all of them where there is nothing to do.
   for (i32 i = ptx::thread_index(); i <= args.num_sms; i += S.num_threads()) {
-    if (mqa_cut_position(sums.total, i, args.num_sms) >= sums.total) write(i, {num_blocks, 0});
+    if (cuts(i) >= sums.total) write(i, {num_blocks, 0});
   }
+  const float cuts_per_cost = static_cast<float>(args.num_sms) / static_cast<float>(sums.total);
   for_each_block<kTokens>(args, blocks, sums.before, [&](i32 block, i64 begin, MqaSpan span) {
     const i64 end = begin + mqa_block_cost(span.num_chunks);
     // The first cut at or after `begin`: an estimate from below, then a few steps.
-    i32 i = max_of<i32>(0, static_cast<i32>(begin * args.num_sms / sums.total) - 1);
+    i32 i = max_of(0, static_cast<i32>(static_cast<float>(begin) * cuts_per_cost) - 2);
     for (; i < args.num_sms; ++i) {
-      const i64 position = mqa_cut_position(sums.total, i, args.num_sms);
+      const i64 position = cuts(i);
       if (position >= end) break;
       if (position >= begin) write(i, mqa_cut_in_block(block, position - begin, span.num_chunks));
     }

@@ -123,8 +123,7 @@ DK_DEVICE float shuffle_xor(float value, i32 mask) {
 DK_DEVICE i32 shuffle_xor(i32 value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 DK_DEVICE i64 shuffle_xor(i64 value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 // The value of the lane `delta` below; lanes under delta keep their own.
-DK_DEVICE i64 shuffle_up(i64 value, i32 delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
-DK_DEVICE i64 shuffle(i64 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DK_DEVICE i32 shuffle_up(i32 value, i32 delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
 DK_DEVICE i32 shuffle(i32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 DK_DEVICE i32 reduce_min(i32 value) { return __reduce_min_sync(0xffffffffu, value); }
