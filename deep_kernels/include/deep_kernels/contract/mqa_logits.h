@@ -45,9 +45,9 @@ struct MqaLogitsArgs {
   i64 logits_stride;      // elements
   i32 num_q;
   i32 num_kv;
-  i32 num_heads;  // as given; Spec::num_heads is this rounded up
-  i32 width;      // columns of logits: num_kv, or max_seqlen_k when compressed
-  i32 num_cuts;   // of schedule; 0 unless metadata
+  i32 num_heads;      // as given; Spec::num_heads is this rounded up
+  i32 width;          // columns of logits: num_kv, or max_seqlen_k when compressed
+  i32 num_cuts;       // of schedule; 0 unless metadata
   i32 kv_scale_lead;  // TMA bases are multiples of 16 bytes: kv_scale starts this many elements in
   DType weights_dtype;
   bool compressed;  // column c is kv token start + c
@@ -74,11 +74,12 @@ constexpr MqaWindow mqa_window(i32 start, i32 end, i32 num_kv, i32 limit) {
 }
 
 // A block of query tokens is computed together, over the union of its windows cut into chunks.
-inline constexpr i32 kMqaChunkRows = 256;   // kv tokens per chunk
-inline constexpr i32 kMqaSpanAlign = 16;    // a span starts at a multiple, so that stores fill sectors
-inline constexpr i32 kMqaQueryRows = 512;   // (token, head) pairs per block: 4 groups of 128
-inline constexpr i32 kMqaGroups = 4;        // groups of 128 query rows; one warpgroup each
-inline constexpr i32 kMqaGroupRows = 128;   // query rows per group = columns of one MMA tile
+inline constexpr i32 kMqaChunkRows = 256;  // kv tokens per chunk
+inline constexpr i32 kMqaSpanAlign =
+    16;  // a span starts at a multiple, so that stores fill sectors
+inline constexpr i32 kMqaQueryRows = 512;  // (token, head) pairs per block: 4 groups of 128
+inline constexpr i32 kMqaGroups = 4;       // groups of 128 query rows; one warpgroup each
+inline constexpr i32 kMqaGroupRows = 128;  // query rows per group = columns of one MMA tile
 // What opening a block costs beside its chunks, in chunks. A full block costs 1-2 (measured on an
 // H200, notes of the feasibility study); looking at an empty one costs about the latency of a load.
 inline constexpr i32 kMqaBlockCost = 2;
@@ -113,10 +114,19 @@ struct MqaCut {
   i32 block;
   i32 chunk;
 };
-// Position of cut `index` of `num_runs` equal runs over `total` cost; exact, total < 2^47.
-constexpr i64 mqa_cut_position(i64 total, i32 index, i32 num_runs) {
-  return total / num_runs * index + total % num_runs * index / num_runs;
-}
+// Where the cuts of num_runs equal runs over a total cost lie; exact for any total and up to 65535
+// runs, with one 32-bit division per cut.
+struct MqaCutPositions {
+  i64 whole;  // total / num_runs
+  u32 rest;   // total % num_runs
+  u32 num_runs;
+
+  constexpr MqaCutPositions(i64 total, i32 runs)
+      : whole(total / runs), rest(static_cast<u32>(total % runs)), num_runs(runs) {}
+  constexpr i64 operator()(i32 index) const {
+    return whole * index + rest * static_cast<u32>(index) / num_runs;
+  }
+};
 // The cut at `offset` cost into a block: what falls into the opening cost moves to its start.
 constexpr MqaCut mqa_cut_in_block(i32 block, i64 offset, i32 num_chunks) {
   return {block, static_cast<i32>(clamp_to<i64>(offset - kMqaBlockCost, 0, num_chunks))};
@@ -147,7 +157,7 @@ struct MqaLogitsSpec {
   DType logits_dtype;  // float32 | bfloat16
   Clean clean;
   Schedule schedule;
-  u8 kv_stages;        // ring of kv stages, kv_stage_rows each
+  u8 kv_stages;  // ring of kv stages, kv_stage_rows each
 
   static constexpr const char* op() { return "mqa_logits"; }
 
@@ -173,22 +183,24 @@ struct MqaLogitsSpec {
   constexpr i32 tokens_per_octet() const { return 8 / heads_per_octet(); }
   constexpr i32 octets_per_token_set() const { return num_heads / heads_per_octet(); }
   constexpr i32 token_of(i32 column) const {
-    return column / 8 / octets_per_token_set() * tokens_per_octet() + column % 8 / heads_per_octet();
+    return column / 8 / octets_per_token_set() * tokens_per_octet() +
+           column % 8 / heads_per_octet();
   }
   constexpr i32 head_of(i32 column) const {
     return column / 8 % octets_per_token_set() * heads_per_octet() + column % heads_per_octet();
   }
 
   constexpr i32 kv_stage_rows() const { return backend == Backend::sm90 ? 256 : 128; }
-  constexpr i32 num_threads() const { return backend == Backend::sm90 ? 640 : 512; }
+  constexpr i32 num_threads() const { return backend == Backend::sm90 ? 640 : 256; }
   constexpr i32 query_bytes() const { return kMqaQueryRows * head_dim; }
   constexpr i32 kv_stage_bytes() const { return kv_stage_rows() * head_dim; }
   static constexpr i32 query_slots() { return 2; }  // sm90: query blocks in flight
 
   constexpr i32 smem_bytes() const {
-    if (backend == Backend::sm89) return query_bytes() + kv_stages * kv_stage_bytes() + 1024;
-    const i32 per_slot = query_bytes() + kMqaQueryRows * 4 + 2048;  // rows, weights, unit
-    const i32 per_stage = kv_stage_bytes() + kv_stage_rows() * 4;   // rows, scales
+    if (backend == Backend::sm89)  // rows, weights, scan
+      return query_bytes() + kv_stages * kv_stage_bytes() + kMqaQueryRows * 4 + 1024;
+    const i32 per_slot = query_bytes() + kMqaQueryRows * 4 + 2048;   // rows, weights, unit
+    const i32 per_stage = kv_stage_bytes() + kv_stage_rows() * 4;    // rows, scales
     return query_slots() * per_slot + kv_stages * per_stage + 1024;  // barriers, scan
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
@@ -208,7 +220,8 @@ struct MqaLogitsSpec {
   constexpr const char* invalid() const {
     if (backend != Backend::sm89 && backend != Backend::sm90) return "backend must be sm89 or sm90";
     if (format != Format::fp8) return "format must be fp8";
-    if (head_dim != 32 && head_dim != 64 && head_dim != 128) return "head_dim must be 32, 64 or 128";
+    if (head_dim != 32 && head_dim != 64 && head_dim != 128)
+      return "head_dim must be 32, 64 or 128";
     if (num_heads > kMqaMaxHeads || mqa_padded_heads(num_heads) != num_heads)
       return "num_heads must be 8, 16, 32, 64 or 128";
     if (logits_dtype == DType::float16) return "logits_dtype must be float32 or bfloat16";
@@ -243,8 +256,7 @@ constexpr void for_each_mqa_logits_spec(Backend backend, Visit&& visit) {
 }
 
 template <class Map = MapDescription>
-constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec,
-                                             const MqaLogitsArgs& args) {
+constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec, const MqaLogitsArgs& args) {
   MqaLogitsMaps<Map> maps{};
   const Swizzle swizzle = swizzle_for(spec.head_dim);
   maps.q = {.base = args.q,

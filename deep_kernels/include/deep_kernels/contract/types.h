@@ -59,10 +59,14 @@ struct BackendLimits {
 };
 constexpr BackendLimits limits_of(Backend value) {
   switch (value) {
-    case Backend::sm89: return {101376, 65536};   // 99 KiB: sm_89 and sm_120
-    case Backend::sm90: return {232448, 65536};   // 227 KiB
-    case Backend::sm100: return {232448, 65536};  // 227 KiB
-    case Backend::cpu: break;
+    case Backend::sm89:
+      return {101376, 65536};  // 99 KiB: sm_89 and sm_120
+    case Backend::sm90:
+      return {232448, 65536};  // 227 KiB
+    case Backend::sm100:
+      return {232448, 65536};  // 227 KiB
+    case Backend::cpu:
+      break;
   }
   return {0, 0};
 }

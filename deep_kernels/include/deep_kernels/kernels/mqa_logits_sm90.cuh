@@ -44,11 +44,11 @@ struct Smem {
   Unit<S.tokens_per_block()> unit[kSlots];
   ScheduleScratch schedule;
   // Each pair: who arrives, who waits.
-  alignas(8) u64 unit_posted[kSlots];    // scheduler lane 0 -> kv warp
-  u64 query_filled[kSlots];              // scheduler lane 0 twice, and TMA bytes -> math warps
-  u64 unit_drained[kSlots];              // 16 math warps -> scheduler
-  u64 kv_filled[S.kv_stages];            // kv warp, and TMA bytes -> math warps
-  u64 kv_drained[S.kv_stages];           // 16 math warps -> kv warp
+  alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
+  u64 query_filled[kSlots];            // scheduler lane 0 twice, and TMA bytes -> math warps
+  u64 unit_drained[kSlots];            // 16 math warps -> scheduler
+  u64 kv_filled[S.kv_stages];          // kv warp, and TMA bytes -> math warps
+  u64 kv_drained[S.kv_stages];         // 16 math warps -> kv warp
 };
 
 inline constexpr i32 kMathWarps = 16;
@@ -80,7 +80,6 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
     }
     ptx::fence_mbarrier_init();
   }
-  ptx::sync_threads();
 }
 
 // --- scheduler warp -----------------------------------------------------------------------------
@@ -99,13 +98,13 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
     const i32 token = base + lane;
     const i32 row = block * kTokens + token;
     const bool in_block = token < kTokens;
-    const MqaWindow window =
-        load_window(args, in_block ? row : args.num_q, window_limit(args));
+    const MqaWindow window = load_window(args, in_block ? row : args.num_q, window_limit(args));
     if (window.begin < window.end) {
       lowest = min_of(lowest, window.begin);
       highest = max_of(highest, window.end);
     }
-    i32 full_begin = window.begin;  // an empty window, also of a row that is not there: no full tile
+    i32 full_begin =
+        window.begin;  // an empty window, also of a row that is not there: no full tile
     i32 full_end = window.end;
     DK_UNROLL
     for (i32 step = 1; step < kPerGroup; step *= 2) {
@@ -141,9 +140,9 @@ DK_DEVICE float post_weights(const MqaLogitsArgs& args, i32 block, u32 weights) 
         const i32 column = base + 32 * i + ptx::lane_index();
         const i32 group = column / kMqaGroupRows;
         const i32 in_group = column % kMqaGroupRows;
-        weight[i] = load_weight(
-            args, first_row + group * S.tokens_per_group() + S.token_of(in_group),
-            S.head_of(in_group));
+        weight[i] =
+            load_weight(args, first_row + group * S.tokens_per_group() + S.token_of(in_group),
+                        S.head_of(in_group));
       }
       DK_UNROLL
       for (i32 i = 0; i < 4; ++i) {
@@ -197,8 +196,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     }
     ptx::sync_warp();
     load_queries<S>(maps, smem, slots.slot, block);
-    const float up =
-        post_weights<S>(args, block, ptx::smem_addr(&smem.weights[slots.slot][0][0]));
+    const float up = post_weights<S>(args, block, ptx::smem_addr(&smem.weights[slots.slot][0][0]));
     if (lane == 0) ptx::store_shared_f32(ptx::smem_addr(&unit.scale_up), up);
     ptx::sync_warp();
     if (lane == 0) ptx::mbarrier_arrive(query_filled);
@@ -213,7 +211,8 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
   }
 }
 
-// --- kv warp, one lane ----------------------------------------------------------------------------
+// --- kv warp, one lane
+// ----------------------------------------------------------------------------
 
 template <MqaLogitsSpec S, class Maps>
 DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
@@ -238,7 +237,8 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
   }
 }
 
-// --- math warpgroups --------------------------------------------------------------------------------
+// --- math warpgroups
+// --------------------------------------------------------------------------------
 
 template <MqaLogitsSpec S>
 struct Math {
@@ -250,19 +250,17 @@ struct Math {
   const MqaLogitsArgs& args;
   Smem<S>& smem;
   i32 group;
-  i32 tile_row;       // kv row inside a tile that this lane keeps first
-  u32 query_low;      // descriptor of the group's query rows
-  u32 kv_low;         // descriptor of kv stage 0
+  i32 tile_row;   // kv row inside a tile that this lane keeps first
+  u32 query_low;  // descriptor of the group's query rows
+  u32 kv_low;     // descriptor of kv stage 0
   float weight[32];
-  // Where kv row tile_row of the coming stage goes, per slot. Four slots leave no registers for
+  // Where kv row tile_row of the coming stage goes. Several slots leave no registers for several
   // pointers: there they are made anew for every tile.
-  static constexpr bool kKeepsPointers = Sum::kSlots < 4;
-  Logit* out[kKeepsPointers ? Sum::kSlots : 1];
+  static constexpr bool kKeepsPointers = Sum::kSlots == 1;
+  Logit* out;
   tile::Ring<S.kv_stages> stages;
 
-  DK_DEVICE i32 token_of(i32 slot) const {
-    return group * S.tokens_per_group() + Sum::token(slot);
-  }
+  DK_DEVICE i32 token_of(i32 slot) const { return group * S.tokens_per_group() + Sum::token(slot); }
   DK_DEVICE Logit* row_pointer(const Unit<S.tokens_per_block()>& unit, i32 slot, i32 kv_row) const {
     const i64 origin = ptx::load_shared_i64(ptx::smem_addr(&unit.origin[token_of(slot)]));
     return static_cast<Logit*>(args.logits) + origin + kv_row + tile_row;
@@ -272,8 +270,8 @@ struct Math {
     ptx::wgmma_fence();
     DK_UNROLL
     for (i32 k = 0; k < S.head_dim / 32; ++k)
-      ptx::wgmma_m64n128k32_e4m3(x, Descriptor::make(kv + 2 * k), Descriptor::make(query_low + 2 * k),
-                                 k > 0);
+      ptx::wgmma_m64n128k32_e4m3(x, Descriptor::make(kv + 2 * k),
+                                 Descriptor::make(query_low + 2 * k), k > 0);
     ptx::wgmma_commit_group();
   }
   static DK_DEVICE void finish_score(float (&x)[64]) {
@@ -288,7 +286,7 @@ struct Math {
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
       Logit* row;
       if constexpr (kKeepsPointers)
-        row = out[slot];
+        row = out;
       else
         row = row_pointer(unit, slot, kv_row);
       DK_UNROLL
@@ -302,11 +300,10 @@ struct Math {
           const i32 token = token_of(slot);
           const MqaWindow window{ptx::load_shared_i32(ptx::smem_addr(&unit.window_begin[token])),
                                  ptx::load_shared_i32(ptx::smem_addr(&unit.window_end[token]))};
-          const RowEdge edge = row_edge(
-              args, window, ptx::load_shared_i32(ptx::smem_addr(&unit.row)) + token);
+          const RowEdge edge =
+              row_edge(args, window, ptx::load_shared_i32(ptx::smem_addr(&unit.row)) + token);
           const i32 column = kv_row + tile_row + offset - (args.compressed ? window.begin : 0);
-          if (Sum::stores())
-            store_edge<S.clean != Clean::off>(address, column, edge, value);
+          if (Sum::stores()) store_edge<S.clean != Clean::off>(address, column, edge, value);
         }
       }
     }
@@ -338,10 +335,7 @@ struct Math {
       store<kEdge>(kept, scale, tile, unit, kv_row);
     }
     stages.next();
-    if constexpr (kKeepsPointers) {
-      DK_UNROLL
-      for (i32 slot = 0; slot < Sum::kSlots; ++slot) out[slot] += S.kv_stage_rows();
-    }
+    if constexpr (kKeepsPointers) out += S.kv_stage_rows();
   }
 
   DK_DEVICE void open_unit(const Unit<S.tokens_per_block()>& unit, i32 slot, i32 kv_row) {
@@ -354,10 +348,7 @@ struct Math {
       weight[2 * octet] = pair[0];
       weight[2 * octet + 1] = pair[1];
     }
-    if constexpr (kKeepsPointers) {
-      DK_UNROLL
-      for (i32 i = 0; i < Sum::kSlots; ++i) out[i] = row_pointer(unit, i, kv_row);
-    }
+    if constexpr (kKeepsPointers) out = row_pointer(unit, 0, kv_row);
   }
 
   DK_DEVICE void run() {
@@ -403,8 +394,10 @@ DK_DEVICE void mqa_logits_sm90(const MqaLogitsArgs& args, const Maps& maps) {
   auto& smem = ptx::dynamic_smem<Smem<S>>();
   const i32 warp = ptx::warp_index();
 
-  find_run<S>(args, smem.schedule);
   init_barriers<S>(smem);
+  ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written
+  find_run<S>(args, smem.schedule);
+  ptx::sync_threads();
 
   if (warp < kMathWarps) {
     ptx::set_max_registers_up<kMathRegisters>();

@@ -18,16 +18,16 @@ DK_DEVICE void store_logit(u16* address, float value) {
   ptx::store_global(address, ptx::bf16_of(value));
 }
 
-// relu(x) costs one ALU instruction as max(x, 0). Every third octet clamps by mul.sat instead, on
-// the FMA pipe: x * 2^-25 lies in [-1, 1] for every score (|x| <= 128 * 448^2 < 2^25), and its
-// weights carry 2^25. Same bits: both factors are powers of two.
-// Source: measured on an H200 in the feasibility study, +3 to 4% against max alone.
+// relu(x) costs one ALU instruction as max(x, 0). On Hopper every third octet clamps by mul.sat
+// instead, on the FMA pipe: x * 2^-25 lies in [-1, 1] for every score (|x| <= 128 * 448^2 < 2^25),
+// and its weights carry 2^25. Same bits: both factors are powers of two. Source: measured on an
+// H200 in the feasibility study, +3 to 4% against max alone.
 inline constexpr float kSatScore = 0x1p-25f;
 inline constexpr float kSatWeight = 0x1p25f;
 constexpr bool octet_saturates(i32 octet) { return octet % 3 == 0; }
 
-// Weights of 2^100 and more would leave float32 once they carry 2^25: such a block's weights go down
-// by 2^40 and its kv scales up.
+// Weights of 2^100 and more would leave float32 once they carry 2^25: such a block's weights go
+// down by 2^40 and its kv scales up.
 inline constexpr i32 kHugeWeightExponent = 127 + 100;
 inline constexpr float kHugeWeightDown = 0x1p-40f;
 inline constexpr float kHugeWeightUp = 0x1p40f;
@@ -40,10 +40,12 @@ DK_DEVICE float load_weight(const MqaLogitsArgs& args, i32 row, i32 head) {
   if (row >= args.num_q || head >= args.num_heads) return 0.0f;
   const i64 index = row * args.weights_stride + head;
   switch (args.weights_dtype) {
-    case DType::float32: return ptx::load_global(static_cast<const float*>(args.weights) + index);
+    case DType::float32:
+      return ptx::load_global(static_cast<const float*>(args.weights) + index);
     case DType::bfloat16:
       return ptx::float_of_bf16(ptx::load_global(static_cast<const u16*>(args.weights) + index));
-    case DType::float16: break;
+    case DType::float16:
+      break;
   }
   return ptx::float_of_f16(ptx::load_global(static_cast<const u16*>(args.weights) + index));
 }
@@ -56,9 +58,6 @@ struct HeadSum {
   // Kv rows a lane keeps after joining with its neighbours: both, or one of them.
   static constexpr i32 kRows = S.num_heads <= 32 ? 2 : 1;
 
-  static constexpr i32 slot_of(i32 octet, i32 e) {
-    return S.num_heads >= 32 ? 0 : octet / S.octets_per_token_set() * 2 + e;
-  }
   // Token of a slot inside the group.
   static DK_DEVICE i32 token(i32 slot) {
     const i32 column = (slot / 2) * S.octets_per_token_set() * 8 + 2 * (ptx::lane_index() % 4);
@@ -72,28 +71,29 @@ struct HeadSum {
   // At 128 heads two lanes end up with the same sum; one of them stores it.
   static DK_DEVICE bool stores() { return S.num_heads <= 64 || ptx::lane_index() % 4 < 2; }
 
-  // sum[slot][r] += weights of octet j times relu of its four scores x[2r + e].
-  template <i32 kOctet>
-  static DK_DEVICE void add(float (&sum)[kSlots][2], const float* x, const float* weight) {
+  // sum[slot][r] += weights times relu of one octet's four scores x[2r + e]; `set` is the octet's
+  // token set. With kFirst it begins the sum.
+  template <bool kSaturates, bool kFirst>
+  static DK_DEVICE void add(float (&sum)[kSlots][2], i32 set, const float* x, const float* weight) {
     DK_UNROLL
     for (i32 e = 0; e < 2; ++e) {
       DK_UNROLL
       for (i32 r = 0; r < 2; ++r) {
-        float& total = sum[slot_of(kOctet, e)][r];
+        float& total = sum[kSlots == 1 ? 0 : 2 * set + e][r];
         const float score = x[2 * r + e];
-        const float positive = octet_saturates(kOctet) ? ptx::mul_sat(score, kSatScore)
-                                                       : ptx::max(score, 0.0f);
-        constexpr bool kFirst = kOctet % S.octets_per_token_set() == 0;
-        const bool first = kFirst && (kSlots > 1 || e == 0);
-        total = first ? positive * weight[e] : ptx::fma(positive, weight[e], total);
+        const float positive = kSaturates ? ptx::mul_sat(score, kSatScore) : ptx::max(score, 0.0f);
+        const bool begins = kFirst && (kSlots > 1 || e == 0);
+        total = begins ? positive * weight[e] : ptx::fma(positive, weight[e], total);
       }
     }
   }
+  // All octets of a tile whose weights carry kSatWeight where octets saturate.
   template <i32 kOctet = 0>
   static DK_DEVICE void add_all(float (&sum)[kSlots][2], const float (&x)[64],
                                 const float (&weight)[32]) {
     if constexpr (kOctet < 16) {
-      add<kOctet>(sum, x + 4 * kOctet, weight + 2 * kOctet);
+      add<octet_saturates(kOctet), kOctet % S.octets_per_token_set() == 0>(
+          sum, kOctet / S.octets_per_token_set(), x + 4 * kOctet, weight + 2 * kOctet);
       add_all<kOctet + 1>(sum, x, weight);
     }
   }

@@ -19,8 +19,8 @@ DK_DEVICE i32 window_limit(const MqaLogitsArgs& args) {
 }
 DK_DEVICE i32 window_limit(const MqaScheduleArgs& args) { return args.num_kv; }
 
-// One warp looks at kBlocks consecutive query blocks of kTokens tokens at once: kLanes lanes share a
-// block, every lane takes kTokensPerLane of its tokens.
+// One warp looks at kBlocks consecutive query blocks of kTokens tokens at once: kLanes lanes share
+// a block, every lane takes kTokensPerLane of its tokens.
 template <i32 kTokens>
 struct SpanScan {
   static constexpr i32 kLanes = kTokens < 32 ? kTokens : 32;
@@ -59,8 +59,7 @@ struct BlockRange {
 };
 template <i32 kTokens, i32 kWarps>
 DK_DEVICE BlockRange warp_blocks(i32 num_blocks, i32 warp) {
-  const i32 per_warp =
-      align_up(ceil_div(num_blocks, kWarps), SpanScan<kTokens>::kBlocks);
+  const i32 per_warp = align_up(ceil_div(num_blocks, kWarps), SpanScan<kTokens>::kBlocks);
   const i32 begin = static_cast<i32>(min_of<i64>(i64{per_warp} * warp, num_blocks));
   return {begin, min_of(begin + per_warp, num_blocks)};
 }
@@ -91,15 +90,15 @@ DK_DEVICE void for_each_block(const Args& args, BlockRange blocks, i64 position,
     const i32 block = first + lane / Scan::kLanes;
     const MqaSpan span = Scan::load(args, first);
     const bool leads = lane % Scan::kLanes == 0 && block < blocks.end;
-    const i64 cost = leads ? mqa_block_cost(span.num_chunks) : 0;
-    i64 sum = cost;  // inclusive prefix over the lanes
+    const i32 cost = leads ? mqa_block_cost(span.num_chunks) : 0;
+    i32 sum = cost;  // inclusive prefix over the lanes, at most 32 * 2^23
     DK_UNROLL
-    for (i32 step = 1; step < 32; step *= 2) {
-      const i64 below = ptx::shuffle_up(sum, step);
+    for (i32 step = Scan::kLanes; step < 32; step *= 2) {
+      const i32 below = ptx::shuffle_up(sum, step);
       if (lane >= step) sum += below;
     }
     if (leads) visit(block, position + sum - cost, span);
-    position += ptx::shuffle(sum, 31);
+    position += ptx::shuffle(sum, 32 - Scan::kLanes);
   }
 }
 
@@ -146,10 +145,11 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
   const ScheduleSums sums = sum_costs<kTokens, kWarps>(args, blocks, warp, scratch);
+  const MqaCutPositions cuts(sums.total, num_runs);
   i64 position[2];
   DK_UNROLL
   for (i32 side = 0; side < 2; ++side) {
-    position[side] = mqa_cut_position(sums.total, run + side, num_runs);
+    position[side] = cuts(run + side);
     if (ptx::thread_index() == 0 && position[side] >= sums.total)  // the end of the last run
       store_cut(scratch, side, {num_blocks, 0});
   }
@@ -157,8 +157,7 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
     const i64 end = begin + mqa_block_cost(span.num_chunks);
     for (i32 side = 0; side < 2; ++side) {
       if (position[side] >= begin && position[side] < end)
-        store_cut(scratch, side,
-                  mqa_cut_in_block(block, position[side] - begin, span.num_chunks));
+        store_cut(scratch, side, mqa_cut_in_block(block, position[side] - begin, span.num_chunks));
     }
   });
 }
@@ -187,12 +186,13 @@ template <MqaLogitsSpec S>
 DK_DEVICE void find_run(const MqaLogitsArgs& args, ScheduleScratch& scratch) {
   constexpr i32 kTokens = S.tokens_per_block();
   if constexpr (S.schedule == Schedule::derived) {
-    derive_cuts<kTokens, S.num_threads() / 32>(args, ptx::block_index(), ptx::num_blocks(), scratch);
+    derive_cuts<kTokens, S.num_threads() / 32>(args, ptx::block_index(), ptx::num_blocks(),
+                                               scratch);
   } else {
     const i32 side = ptx::warp_index();
     if (side >= 2) return;
-    const MqaCut cut = load_cut(args, ceil_div(args.num_q, kTokens), ptx::block_index() + side,
-                                ptx::num_blocks());
+    const MqaCut cut =
+        load_cut(args, ceil_div(args.num_q, kTokens), ptx::block_index() + side, ptx::num_blocks());
     if (ptx::lane_index() == 0) store_cut(scratch, side, cut);
   }
 }
@@ -213,16 +213,18 @@ DK_DEVICE void mqa_schedule(const MqaScheduleArgs& args) {
     ptx::store_global(args.schedule + 2 * i64{index}, cut.block);
     ptx::store_global(args.schedule + 2 * i64{index} + 1, cut.chunk);
   };
+  const MqaCutPositions cuts(sums.total, args.num_sms);
   // Cuts at the very end: the last one, and all of them where there is nothing to do.
   for (i32 i = ptx::thread_index(); i <= args.num_sms; i += S.num_threads()) {
-    if (mqa_cut_position(sums.total, i, args.num_sms) >= sums.total) write(i, {num_blocks, 0});
+    if (cuts(i) >= sums.total) write(i, {num_blocks, 0});
   }
+  const float cuts_per_cost = static_cast<float>(args.num_sms) / static_cast<float>(sums.total);
   for_each_block<kTokens>(args, blocks, sums.before, [&](i32 block, i64 begin, MqaSpan span) {
     const i64 end = begin + mqa_block_cost(span.num_chunks);
     // The first cut at or after `begin`: an estimate from below, then a few steps.
-    i32 i = max_of<i32>(0, static_cast<i32>(begin * args.num_sms / sums.total) - 1);
+    i32 i = max_of(0, static_cast<i32>(static_cast<float>(begin) * cuts_per_cost) - 2);
     for (; i < args.num_sms; ++i) {
-      const i64 position = mqa_cut_position(sums.total, i, args.num_sms);
+      const i64 position = cuts(i);
       if (position >= end) break;
       if (position >= begin) write(i, mqa_cut_in_block(block, position - begin, span.num_chunks));
     }

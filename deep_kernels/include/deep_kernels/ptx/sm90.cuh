@@ -1,6 +1,6 @@
 // Hopper's instructions, one per function: mbarrier, TMA, wgmma, setmaxnreg. Needs target sm_90a.
-// Source: PTX ISA 8.7, sections 9.7.9.27 (bulk tensor copies), 9.7.13.15 (mbarrier), 9.7.15 (wgmma),
-// 9.7.19.5 (setmaxnreg).
+// Source: PTX ISA 8.7, sections 9.7.9.27 (bulk tensor copies), 9.7.13.15 (mbarrier), 9.7.15
+// (wgmma), 9.7.19.5 (setmaxnreg), 9.7.13.13 (griddepcontrol).
 #pragma once
 
 #include "deep_kernels/ptx/base.cuh"
@@ -12,7 +12,8 @@ struct alignas(64) TensorMap {
   u8 bytes[128];
 };
 
-// --- mbarrier: 8 bytes of shared memory ---------------------------------------------------------------
+// --- mbarrier: 8 bytes of shared memory
+// ---------------------------------------------------------------
 
 DK_DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -44,14 +45,16 @@ DK_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// --- TMA: global to shared, completion counted in bytes on an mbarrier -----------------------------------
+// --- TMA: global to shared, completion counted in bytes on an mbarrier
+// -----------------------------------
 
 DK_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 DK_DEVICE void tma_load_1d(u32 smem, const TensorMap& map, u32 barrier, i32 x) {
   asm volatile(
-      "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3}], "
+      "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%3}], "
       "[%2];" ::"r"(smem),
       "l"(&map), "r"(barrier), "r"(x)
       : "memory");
@@ -71,11 +74,14 @@ DK_DEVICE void tma_load_3d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i
       : "memory");
 }
 
-// --- wgmma: all 128 threads of a warpgroup ------------------------------------------------------------------
+// --- wgmma: all 128 threads of a warpgroup
+// ------------------------------------------------------------------
 
 // Orders register accesses before the first wgmma of a group.
 DK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DK_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DK_DEVICE void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <i32 kPending>
 DK_DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -99,21 +105,28 @@ DK_DEVICE void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumula
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
       "}, %64, %65, accumulate, 1, 1;\n"
       "}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-        "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
-        "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-        "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
       : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-// --- registers of a warpgroup ---------------------------------------------------------------------------------
+// --- dependent launch
+// -------------------------------------------------------------------------------------------
+
+// Waits for the kernels ahead in the stream and their writes; returns at once unless this one was
+// launched programmatically dependent.
+DK_DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// --- registers of a warpgroup
+// ---------------------------------------------------------------------------------
 
 template <i32 kRegisters>
 DK_DEVICE void set_max_registers_up() {

@@ -1,0 +1,172 @@
+#include "ops/checks.h"
+
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "runtime/errors.h"
+
+namespace deep_kernels::checks {
+
+namespace {
+
+std::string expectation(Dtypes dtypes, Shape shape) {
+  std::vector<std::string> names, dims;
+  for (const auto dtype : dtypes) names.push_back(dtype_name(dtype));
+  for (const Dim& dim : shape)
+    dims.push_back(dim.size < 0 ? std::string(dim.name) : fmt::format("{}={}", dim.name, dim.size));
+  return fmt::format("{} [{}]", fmt::join(names, " or "), fmt::join(dims, ", "));
+}
+
+bool shape_fits(const at::Tensor& tensor, Shape shape) {
+  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
+  int64_t i = 0;
+  for (const Dim& dim : shape) {
+    const int64_t size = tensor.size(i++);
+    if (dim.size >= 0 && size != dim.size) return false;
+  }
+  return true;
+}
+
+// First and one past the last byte that the tensor's elements touch.
+std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
+  const char* begin = static_cast<const char*>(tensor.const_data_ptr());
+  if (tensor.numel() == 0) return {begin, begin};
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
+}
+
+}  // namespace
+
+const char* dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kFloat8_e4m3fn:
+      return "float8_e4m3fn";
+    case at::kFloat8_e5m2:
+      return "float8_e5m2";
+    case at::kFloat8_e4m3fnuz:
+      return "float8_e4m3fnuz";
+    case at::kFloat8_e8m0fnu:
+      return "float8_e8m0fnu";
+    case at::kFloat4_e2m1fn_x2:
+      return "float4_e2m1fn_x2";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    case at::kShort:
+      return "int16";
+    case at::kChar:
+      return "int8";
+    case at::kByte:
+      return "uint8";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
+std::string describe(const at::Tensor& tensor) {
+  return fmt::format("{} [{}]", dtype_name(tensor.scalar_type()),
+                     fmt::join(tensor.sizes().begin(), tensor.sizes().end(), ", "));
+}
+
+void require(const char* op, const char* argument, const at::Tensor& tensor, Dtypes dtypes,
+             Shape shape) {
+  if (tensor.layout() != at::kStrided)
+    throw ValueError(
+        fmt::format("{}: {} must be a dense tensor, got one that is sparse", op, argument));
+  const bool dtype_fits =
+      std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) != dtypes.end();
+  if (dtype_fits && shape_fits(tensor, shape)) return;
+  throw ValueError(fmt::format("{}: {} must be {}, got {}", op, argument,
+                               expectation(dtypes, shape), describe(tensor)));
+}
+
+void require_device(const char* op, const char* argument, const at::Tensor& tensor,
+                    at::Device device, const char* reference) {
+  if (tensor.device() == device) return;
+  throw ValueError(fmt::format("{}: {} must be on {} like {}, got {}", op, argument, device.str(),
+                               reference, tensor.device().str()));
+}
+
+void require_rows(const char* op, const char* argument, const at::Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) <= 1 || tensor.stride(last) == 1) return;
+  throw ValueError(fmt::format("{}: {} must have stride 1 in its last dimension, got strides [{}]",
+                               op, argument,
+                               fmt::join(tensor.strides().begin(), tensor.strides().end(), ", ")));
+}
+
+void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {
+    if (stride_bytes(tensor, i) % 16 == 0 && (tensor.size(i) <= 1 || tensor.stride(i) > 0))
+      continue;
+    throw ValueError(fmt::format(
+        "{}: {} must have strides that are positive multiples of 16 bytes, got {} bytes in "
+        "dimension {}",
+        op, argument, tensor.stride(i) * static_cast<int64_t>(tensor.element_size()), i));
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  if (address % 16 != 0)
+    throw ValueError(
+        fmt::format("{}: {} must start at a multiple of 16 bytes, got an address {} bytes past one",
+                    op, argument, address % 16));
+}
+
+void require_no_grad(const char* op, const char* argument, const at::Tensor& tensor) {
+  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) return;
+  throw ValueError(fmt::format(
+      "{}: {} requires grad, but the op is forward only: call it under torch.no_grad() or detach "
+      "the input",
+      op, argument));
+}
+
+void require_separate_rows(const char* op, const at::Tensor& out) {
+  if (out.size(0) <= 1 || out.stride(0) >= out.size(1)) return;
+  throw ValueError(
+      fmt::format("{}: out must have rows that do not overlap, got row stride {} for {} "
+                  "columns",
+                  op, out.stride(0), out.size(1)));
+}
+
+void require_no_overlap(const char* op, const at::Tensor& out, const char* argument,
+                        const at::Tensor& input) {
+  const auto [out_begin, out_end] = extent(out);
+  const auto [in_begin, in_end] = extent(input);
+  if (out_begin == out_end || in_begin == in_end) return;
+  if (out_end <= in_begin || in_end <= out_begin) return;
+  throw ValueError(fmt::format(
+      "{}: out must not share memory with an input, got one that overlaps {}", op, argument));
+}
+
+int64_t stride_bytes(const at::Tensor& tensor, int64_t dim) {
+  const int64_t element = static_cast<int64_t>(tensor.element_size());
+  if (tensor.size(dim) > 1) return tensor.stride(dim) * element;
+  int64_t packed = element;
+  for (int64_t i = dim + 1; i < tensor.dim(); ++i) packed *= tensor.size(i);
+  return align_up<int64_t>(packed, 16);
+}
+
+i32 to_i32(const char* op, const char* what, int64_t value) {
+  if (value >= 0 && value <= std::numeric_limits<i32>::max() - 1024) return static_cast<i32>(value);
+  throw ValueError(fmt::format("{}: {} must be from 0 to {}, got {}", op, what,
+                               std::numeric_limits<i32>::max() - 1024, value));
+}
+
+}  // namespace deep_kernels::checks

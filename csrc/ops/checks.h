@@ -1,0 +1,46 @@
+// Tensor checks that name the argument, the expectation and what came. The text is only made when a
+// check fails.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+#include <string>
+
+#include "deep_kernels/contract/types.h"
+
+namespace deep_kernels::checks {
+
+// One dimension of an expected shape; a negative size means any.
+struct Dim {
+  const char* name;
+  int64_t size;
+};
+using Dtypes = std::initializer_list<at::ScalarType>;
+using Shape = std::initializer_list<Dim>;
+
+const char* dtype_name(at::ScalarType dtype);    // "float8_e4m3fn"
+std::string describe(const at::Tensor& tensor);  // "float16 [4095]"
+
+// A strided tensor of one of the dtypes and of the shape.
+void require(const char* op, const char* argument, const at::Tensor& tensor, Dtypes dtypes,
+             Shape shape);
+void require_device(const char* op, const char* argument, const at::Tensor& tensor,
+                    at::Device device, const char* reference);
+// Unit stride in the last dimension.
+void require_rows(const char* op, const char* argument, const at::Tensor& tensor);
+// Base and all strides but the last multiples of 16 bytes, as 16-byte copies and TMA need.
+void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor);
+// Forward only: no gradient may be asked for.
+void require_no_grad(const char* op, const char* argument, const at::Tensor& tensor);
+// Rows of `out` apart from each other and from the bytes of `input`.
+void require_separate_rows(const char* op, const at::Tensor& out);
+void require_no_overlap(const char* op, const at::Tensor& out, const char* argument,
+                        const at::Tensor& input);
+
+// Stride in bytes; of a dimension of size 0 or 1, whose stride means nothing, that of packed rows.
+int64_t stride_bytes(const at::Tensor& tensor, int64_t dim);
+// int32 argument from a 64-bit size.
+i32 to_i32(const char* op, const char* what, int64_t value);
+
+}  // namespace deep_kernels::checks

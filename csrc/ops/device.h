@@ -1,0 +1,40 @@
+// What an op needs to know of the device and stream it is called on.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+
+#include "ops/knobs.h"
+#include "runtime/driver.h"
+#include "runtime/module.h"
+
+namespace deep_kernels {
+
+// SMs of the device that a launch may use.
+inline int usable_sms(int device) {
+  const int all = driver::device_facts(device).num_sms;
+  return std::min(knobs::num_sms().value_or(all), all);
+}
+
+// The caller's current stream of the device, as the driver knows it.
+inline driver::Stream current_stream(c10::Device device) {
+  const c10::Stream stream = c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
+  return reinterpret_cast<driver::Stream>(stream.native_handle());
+}
+
+// Launches `module` on the caller's stream with the given parameters.
+template <class Spec, class... Params>
+void launch(Module& module, c10::Device device, const Spec& spec, int grid, Params&... params) {
+  void* addresses[] = {const_cast<void*>(static_cast<const void*>(&params))...};
+  const LaunchShape shape{.grid = grid,
+                          .block = spec.num_threads(),
+                          .smem_bytes = spec.smem_bytes(),
+                          .programmatic = knobs::pdl() && spec.backend != Backend::sm89};
+  module.launch(device.index(), current_stream(device), shape, addresses);
+}
+
+}  // namespace deep_kernels

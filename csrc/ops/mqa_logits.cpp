@@ -1,0 +1,374 @@
+#include "ops/mqa_logits.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <fmt/format.h>
+
+#include "cpu/mqa_logits.h"
+#include "ops/checks.h"
+#include "ops/device.h"
+#include "runtime/errors.h"
+#include "runtime/settings.h"
+#include "runtime/store.h"
+#include "runtime/tensor_map.h"
+
+namespace deep_kernels {
+
+namespace {
+
+using namespace checks;
+
+constexpr const char* kOp = "fp8_fp4_mqa_logits";
+constexpr const char* kMetadataOp = "get_mqa_logits_metadata";
+constexpr int64_t kRowAlignBytes = 1024;
+
+struct Problem {
+  Format format;
+  int64_t num_q, num_kv, num_heads, head_dim, width;
+  bool compressed;
+};
+
+Format format_of(const MqaLogitsCall& call) {
+  const at::ScalarType type = call.q.scalar_type();
+  if (type == at::kFloat8_e4m3fn) return call.q_scale ? Format::mxfp8 : Format::fp8;
+  if (type == at::kChar || type == at::kByte || type == at::kFloat4_e2m1fn_x2) {
+    if (call.q_scale) return Format::mxfp4;
+    throw ValueError(fmt::format("{}: q scale must be given with {} values (MXFP4), got None", kOp,
+                                 dtype_name(type)));
+  }
+  throw ValueError(fmt::format(
+      "{}: q must be float8_e4m3fn [num_q, num_heads, head_dim] or int8, uint8 or float4_e2m1fn_x2 "
+      "[num_q, num_heads, head_dim / 2], got {}",
+      kOp, describe(call.q)));
+}
+
+void check_mx_scale(const char* name, const at::Tensor& scale, Shape packed, Shape unpacked) {
+  if (scale.scalar_type() == at::kFloat8_e8m0fnu)
+    require(kOp, name, scale, {at::kFloat8_e8m0fnu}, unpacked);
+  else
+    require(kOp, name, scale, {at::kInt, at::kFloat8_e8m0fnu}, packed);
+}
+
+void check_scales(const MqaLogitsCall& call, const Problem& p) {
+  if (p.format == Format::fp8) {
+    require(kOp, "kv scale", call.kv_scale, {at::kFloat}, {{"num_kv", p.num_kv}});
+    require_rows(kOp, "kv scale", call.kv_scale);
+    return;
+  }
+  const int64_t blocks = p.head_dim / 32;
+  check_mx_scale("q scale", *call.q_scale, {{"num_q", p.num_q}, {"num_heads", p.num_heads}},
+                 {{"num_q", p.num_q}, {"num_heads", p.num_heads}, {"head_dim / 32", blocks}});
+  check_mx_scale("kv scale", call.kv_scale, {{"num_kv", p.num_kv}},
+                 {{"num_kv", p.num_kv}, {"head_dim / 32", blocks}});
+}
+
+Problem check_inputs(const MqaLogitsCall& call) {
+  Problem p;
+  p.format = format_of(call);
+  const bool packed = p.format == Format::mxfp4;
+  const char* last = packed ? "head_dim / 2" : "head_dim";
+  const Dtypes e4m3 = {at::kFloat8_e4m3fn};
+  const Dtypes e2m1 = {at::kChar, at::kByte, at::kFloat4_e2m1fn_x2};
+  require(kOp, "q", call.q, packed ? e2m1 : e4m3, {{"num_q", -1}, {"num_heads", -1}, {last, -1}});
+  p.num_q = to_i32(kOp, "num_q", call.q.size(0));
+  p.num_heads = call.q.size(1);
+  p.head_dim = call.q.size(2) * (packed ? 2 : 1);
+  require(kOp, "kv", call.kv, packed ? e2m1 : e4m3, {{"num_kv", -1}, {last, call.q.size(2)}});
+  p.num_kv = to_i32(kOp, "num_kv", call.kv.size(0));
+  check_scales(call, p);
+  require(kOp, "weights", call.weights, {at::kFloat, at::kBFloat16, at::kHalf},
+          {{"num_q", p.num_q}, {"num_heads", p.num_heads}});
+  require(kOp, "cu_seq_len_k_start", call.kv_start, {at::kInt}, {{"num_q", p.num_q}});
+  require(kOp, "cu_seq_len_k_end", call.kv_end, {at::kInt}, {{"num_q", p.num_q}});
+  p.compressed = call.max_seqlen_k != 0;
+  p.width = p.compressed ? to_i32(kOp, "max_seqlen_k", call.max_seqlen_k) : p.num_kv;
+  if (call.logits_dtype != at::kFloat && call.logits_dtype != at::kBFloat16)
+    throw ValueError(fmt::format("{}: logits_dtype must be float32 or bfloat16, got {}", kOp,
+                                 dtype_name(call.logits_dtype)));
+  if (call.reduction != "exact" && call.reduction != "folded")
+    throw ValueError(
+        fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'", kOp, call.reduction));
+  if (call.schedule) {
+    require(kOp, "schedule_meta", *call.schedule, {at::kInt}, {{"length", -1}});
+    require_rows(kOp, "schedule_meta", *call.schedule);
+    if (call.schedule->size(0) < 4 || call.schedule->size(0) % 2 != 0)
+      throw ValueError(fmt::format(
+          "{}: schedule_meta must be int32 [2 * (num_sms + 1)] of get_mqa_logits_metadata, got {}",
+          kOp, describe(*call.schedule)));
+  }
+  require_rows(kOp, "q", call.q);
+  require_rows(kOp, "kv", call.kv);
+  require_rows(kOp, "weights", call.weights);
+  require_16_bytes(kOp, "q", call.q);
+  require_16_bytes(kOp, "kv", call.kv);
+  return p;
+}
+
+template <class Visit>
+void for_each_input(const MqaLogitsCall& call, Visit&& visit) {
+  visit("q", call.q);
+  if (call.q_scale) visit("q scale", *call.q_scale);
+  visit("kv", call.kv);
+  visit("kv scale", call.kv_scale);
+  visit("weights", call.weights);
+  visit("cu_seq_len_k_start", call.kv_start);
+  visit("cu_seq_len_k_end", call.kv_end);
+  if (call.schedule) visit("schedule_meta", *call.schedule);
+}
+
+at::Tensor check_out(const MqaLogitsCall& call, const Problem& p, const at::Tensor& out) {
+  require(kOp, "out", out, {call.logits_dtype}, {{"num_q", p.num_q}, {"width", p.width}});
+  require_device(kOp, "out", out, call.q.device(), "q");
+  require_no_grad(kOp, "out", out);
+  require_rows(kOp, "out", out);
+  require_separate_rows(kOp, out);
+  for_each_input(call, [&](const char* name, const at::Tensor& input) {
+    require_no_overlap(kOp, out, name, input);
+  });
+  return out;
+}
+
+at::Tensor new_logits(const MqaLogitsCall& call, const Problem& p) {
+  const int64_t per_unit = kRowAlignBytes / (call.logits_dtype == at::kFloat ? 4 : 2);
+  return at::empty_strided({p.num_q, p.width}, {align_up(p.width, per_unit), 1},
+                           call.q.options().dtype(call.logits_dtype));
+}
+
+DType contract_dtype(at::ScalarType type) {
+  return type == at::kFloat ? DType::float32
+                            : (type == at::kHalf ? DType::float16 : DType::bfloat16);
+}
+
+MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::Tensor& out) {
+  const auto* scale = static_cast<const float*>(call.kv_scale.const_data_ptr());
+  return {
+      .q = static_cast<const u8*>(call.q.const_data_ptr()),
+      .kv = static_cast<const u8*>(call.kv.const_data_ptr()),
+      .kv_scale = scale,
+      .weights = call.weights.const_data_ptr(),
+      .kv_start = static_cast<const i32*>(call.kv_start.const_data_ptr()),
+      .kv_end = static_cast<const i32*>(call.kv_end.const_data_ptr()),
+      .schedule =
+          call.schedule ? static_cast<const i32*>(call.schedule->const_data_ptr()) : nullptr,
+      .logits = out.mutable_data_ptr(),
+      .q_token_stride = stride_bytes(call.q, 0),
+      .q_head_stride = stride_bytes(call.q, 1),
+      .kv_stride = stride_bytes(call.kv, 0),
+      .weights_stride = call.weights.stride(0),
+      .kv_start_stride = call.kv_start.stride(0),
+      .kv_end_stride = call.kv_end.stride(0),
+      .logits_stride = out.stride(0),
+      .num_q = static_cast<i32>(p.num_q),
+      .num_kv = static_cast<i32>(p.num_kv),
+      .num_heads = static_cast<i32>(p.num_heads),
+      .width = static_cast<i32>(p.width),
+      .num_cuts = call.schedule ? static_cast<i32>(call.schedule->size(0) / 2) : 0,
+      .kv_scale_lead = static_cast<i32>(reinterpret_cast<std::uintptr_t>(scale) % 16 / 4),
+      .weights_dtype = contract_dtype(call.weights.scalar_type()),
+      .compressed = p.compressed,
+  };
+}
+
+// Where the -inf fill happens, measured; see benchmarks/notes_mqa.md. The first row that fits wins.
+struct CleanRow {
+  Backend backend;
+  Clean placement;
+};
+constexpr CleanRow kCleanTable[] = {
+    {Backend::sm90, Clean::concurrent},
+    {Backend::sm89, Clean::deferred},  // its warps have no roles: nobody is free to fill meanwhile
+};
+
+Clean choose_clean(const MqaLogitsCase& wanted, Backend backend) {
+  if (!wanted.clean) return Clean::off;
+  if (wanted.placement) return *wanted.placement;
+  for (const CleanRow& row : kCleanTable)
+    if (row.backend == backend) return row.placement;
+  return Clean::deferred;
+}
+
+std::optional<Clean> parse_placement(const std::string& where, const std::string& text) {
+  if (text == "concurrent") return Clean::concurrent;
+  if (text == "deferred") return Clean::deferred;
+  throw ValueError(fmt::format("{} must be concurrent or deferred, got '{}'", where, text));
+}
+
+MqaLogitsCase case_of(const MqaLogitsCall& call, const Problem& p) {
+  MqaLogitsCase wanted{.format = p.format,
+                       .num_heads = static_cast<int>(p.num_heads),
+                       .head_dim = static_cast<int>(p.head_dim),
+                       .weights_dtype = contract_dtype(call.weights.scalar_type()),
+                       .logits_dtype = contract_dtype(call.logits_dtype),
+                       .clean = call.clean,
+                       .metadata = call.schedule.has_value(),
+                       .placement = std::nullopt};
+  if (const auto placement = settings::mqa_clean())
+    wanted.placement = parse_placement("DEEP_KERNELS_MQA_CLEAN", *placement);
+  return wanted;
+}
+
+Arch arch_of_call(const char* op, const std::optional<std::string>& arch, c10::Device device) {
+  return resolve_arch(op, arch, driver::device_facts(device.index()).capability);
+}
+
+void refuse_unsupported(const MqaLogitsCase& wanted, Backend backend) {
+  if (const auto reason = mqa_logits_refusal(wanted, backend))
+    throw UnsupportedError(fmt::format("{}: {}", kOp, *reason));
+}
+
+void run_cuda(const MqaLogitsCall& call, const Problem& p, const MqaLogitsCase& wanted,
+              const Arch& arch, const at::Tensor& out) {
+  const MqaLogitsSpec spec = choose_mqa_logits_spec(wanted, arch);
+  const MqaLogitsArgs args = make_args(call, p, out);
+  Module& module = get_kernel(arch.target, spec, kernel_text(spec));
+  const int grid = spec.grid(args, usable_sms(call.q.device().index()));
+  if (spec.backend == Backend::sm90) {
+    const MqaLogitsMaps<MapDescription> plain = mqa_logits_maps(spec, args);
+    MqaLogitsMaps<EncodedMap> maps{encode(plain.q), encode(plain.kv), encode(plain.kv_scale)};
+    launch(module, call.q.device(), spec, grid, args, maps);
+  } else {
+    launch(module, call.q.device(), spec, grid, args);
+  }
+}
+
+}  // namespace
+
+at::Tensor mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>& out) {
+  const Problem p = check_inputs(call);
+  const c10::Device device = call.q.device();
+  for_each_input(call, [&](const char* name, const at::Tensor& input) {
+    require_device(kOp, name, input, device, "q");
+    require_no_grad(kOp, name, input);
+  });
+  const MqaLogitsCase wanted = case_of(call, p);
+  if (device.is_cpu()) {
+    refuse_unsupported(wanted, Backend::cpu);
+    at::Tensor logits = out ? check_out(call, p, *out) : new_logits(call, p);
+    cpu::mqa_logits(p.format, call.q, call.q_scale, call.kv, call.kv_scale, call.weights,
+                    call.kv_start, call.kv_end, logits, call.clean, p.compressed);
+    return logits;
+  }
+  if (!device.is_cuda())
+    throw ValueError(
+        fmt::format("{}: q must be on a CPU or CUDA device, got {}", kOp, device.str()));
+
+  const c10::DeviceGuard guard(device);
+  const Arch arch = arch_of_call(kOp, call.arch, device);
+  refuse_unsupported(wanted, arch.backend);
+  at::Tensor logits = out ? check_out(call, p, *out) : new_logits(call, p);
+  if (logits.numel() == 0) return logits;
+  if (p.num_kv > 0)
+    run_cuda(call, p, wanted, arch, logits);
+  else if (call.clean)
+    logits.fill_(-std::numeric_limits<double>::infinity());
+  return logits;
+}
+
+at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_end, int64_t num_kv,
+                               int64_t num_heads, const std::optional<std::string>& arch_text) {
+  const char* op = kMetadataOp;
+  require(op, "cu_seq_len_k_start", kv_start, {at::kInt}, {{"num_q", -1}});
+  require(op, "cu_seq_len_k_end", kv_end, {at::kInt}, {{"num_q", kv_start.size(0)}});
+  require_device(op, "cu_seq_len_k_end", kv_end, kv_start.device(), "cu_seq_len_k_start");
+  const i32 num_q = to_i32(op, "num_q", kv_start.size(0));
+  const i32 num_tokens = to_i32(op, "num_kv_tokens", num_kv);
+  if (num_heads < 1 || num_heads > kMqaMaxHeads)
+    throw ValueError(
+        fmt::format("{}: num_heads must be from 1 to {}, got {}", op, kMqaMaxHeads, num_heads));
+  const i32 padded = mqa_padded_heads(static_cast<i32>(num_heads));
+  const c10::Device device = kv_start.device();
+  const auto make = [&](int num_sms) {
+    return at::empty({mqa_schedule_length(num_q, padded, num_sms)}, kv_start.options());
+  };
+  if (device.is_cpu()) {
+    const int num_sms = knobs::num_sms().value_or(1);
+    at::Tensor schedule = make(num_sms);
+    cpu::mqa_schedule(kv_start, kv_end, num_tokens, num_heads, num_sms, schedule);
+    return schedule;
+  }
+  if (!device.is_cuda())
+    throw ValueError(fmt::format("{}: cu_seq_len_k_start must be on a CPU or CUDA device, got {}",
+                                 op, device.str()));
+  const c10::DeviceGuard guard(device);
+  const Arch arch = arch_of_call(op, arch_text, device);
+  const int num_sms = usable_sms(device.index());
+  at::Tensor schedule = make(num_sms);
+  const MqaScheduleSpec spec{Backend::sm89, static_cast<u8>(padded)};
+  MqaScheduleArgs args{.kv_start = static_cast<const i32*>(kv_start.const_data_ptr()),
+                       .kv_end = static_cast<const i32*>(kv_end.const_data_ptr()),
+                       .schedule = static_cast<i32*>(schedule.mutable_data_ptr()),
+                       .kv_start_stride = kv_start.stride(0),
+                       .kv_end_stride = kv_end.stride(0),
+                       .num_q = num_q,
+                       .num_kv = num_tokens,
+                       .num_sms = num_sms};
+  Module& module = get_kernel(arch.target, spec, kernel_text(spec));
+  launch(module, device, spec, spec.grid(args, num_sms), args);
+  return schedule;
+}
+
+MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
+  MqaLogitsCase wanted;
+  wanted.format = reader.take_format(wanted.format);
+  wanted.num_heads = reader.take_int("num_heads", wanted.num_heads);
+  wanted.head_dim = reader.take_int("head_dim", wanted.head_dim);
+  wanted.weights_dtype = reader.take_dtype("weights_dtype", wanted.weights_dtype);
+  wanted.logits_dtype = reader.take_dtype("logits_dtype", wanted.logits_dtype);
+  wanted.clean = reader.take_bool("clean_logits", wanted.clean);
+  wanted.metadata = reader.take_bool("metadata", wanted.metadata);
+  reader.take_bool("compressed", false);  // both run in one kernel
+  reader.take_int("max_seqlen_k", 0);
+  if (const auto reduction = reader.take("reduction");
+      reduction && *reduction != "exact" && *reduction != "folded")
+    throw ValueError(fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'", reader.op(),
+                                 *reduction));
+  if (const auto placement = reader.take("clean_placement"))
+    wanted.placement = parse_placement(reader.op() + ": clean_placement", *placement);
+  return wanted;
+}
+
+std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend) {
+  const bool mx4 = wanted.format == Format::mxfp4;
+  if (wanted.num_heads < 1 || wanted.num_heads > kMqaMaxHeads)
+    return fmt::format("num_heads must be from 1 to {}, got {}", kMqaMaxHeads, wanted.num_heads);
+  if (wanted.head_dim != 32 && wanted.head_dim != 64 && wanted.head_dim != 128)
+    return fmt::format("head_dim must be 32, 64 or 128, got {}", wanted.head_dim);
+  if (mx4 && wanted.head_dim == 32 && backend != Backend::cpu)
+    return std::string("head_dim must be 64 or 128 with mxfp4, got 32");
+  if (wanted.logits_dtype == DType::float16)
+    return std::string("logits_dtype must be float32 or bfloat16, got float16");
+  if (backend == Backend::cpu) return std::nullopt;
+  if (backend == Backend::sm100) return std::string("there are no sm100 kernels for it yet");
+  if (wanted.format != Format::fp8)
+    return fmt::format("format {} is not available on {} yet, fp8 is", name_of(wanted.format),
+                       name_of(backend));
+  return std::nullopt;
+}
+
+MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch) {
+  return {.backend = arch.backend,
+          .format = Format::fp8,
+          .head_dim = static_cast<u8>(wanted.head_dim),
+          .num_heads = static_cast<u8>(mqa_padded_heads(wanted.num_heads)),
+          .logits_dtype = wanted.logits_dtype,
+          .clean = choose_clean(wanted, arch.backend),
+          .schedule = wanted.metadata ? Schedule::metadata : Schedule::derived,
+          .kv_stages = mqa_kv_stages(arch.backend, wanted.head_dim)};
+}
+
+KernelText kernel_text(const MqaLogitsSpec& spec) {
+  if (spec.backend == Backend::sm90)
+    return {"deep_kernels/kernels/mqa_logits_sm90.cuh", "MqaLogitsSpec", "mqa_logits_sm90",
+            "DK_GRID_CONSTANT dk::MqaLogitsArgs args,\n"
+            "DK_GRID_CONSTANT dk::MqaLogitsMaps<dk::ptx::TensorMap> maps",
+            "args, maps"};
+  return {"deep_kernels/kernels/mqa_logits_sm89.cuh", "MqaLogitsSpec", "mqa_logits_sm89",
+          "DK_GRID_CONSTANT dk::MqaLogitsArgs args", "args"};
+}
+
+KernelText kernel_text(const MqaScheduleSpec&) {
+  return {"deep_kernels/kernels/mqa_schedule.cuh", "MqaScheduleSpec", "mqa_schedule",
+          "DK_GRID_CONSTANT dk::MqaScheduleArgs args", "args"};
+}
+
+}  // namespace deep_kernels

@@ -1,0 +1,144 @@
+#include "ops/registry.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "deep_kernels/contract/mqa_logits.h"
+#include "ops/mqa_logits.h"
+#include "runtime/errors.h"
+#include "runtime/settings.h"
+
+namespace deep_kernels::registry {
+
+namespace {
+
+template <class Spec>
+BuildReport build(const Target& target, const Spec& spec) {
+  return store::prepare(build_request(target, spec, kernel_text(spec)));
+}
+
+// What supported() and prepare() ask of an op.
+struct Op {
+  const char* name;
+  // Sentence without the op's name, or nothing.
+  std::optional<std::string> (*refusal)(CaseReader& reader, Backend backend);
+  std::vector<BuildReport> (*prepare)(CaseReader& reader, const Arch& arch);
+};
+
+std::optional<std::string> mqa_refusal(CaseReader& reader, Backend backend) {
+  const MqaLogitsCase wanted = read_mqa_logits_case(reader);
+  reader.finish();
+  return mqa_logits_refusal(wanted, backend);
+}
+
+std::vector<BuildReport> prepare_schedule(int num_heads, const Arch& arch) {
+  return {build(arch.target,
+                MqaScheduleSpec{Backend::sm89, static_cast<u8>(mqa_padded_heads(num_heads))})};
+}
+
+std::vector<BuildReport> mqa_prepare(CaseReader& reader, const Arch& arch) {
+  const MqaLogitsCase wanted = read_mqa_logits_case(reader);
+  std::vector<BuildReport> reports = {build(arch.target, choose_mqa_logits_spec(wanted, arch))};
+  if (wanted.metadata) reports.push_back(prepare_schedule(wanted.num_heads, arch)[0]);
+  return reports;
+}
+
+int read_num_heads(CaseReader& reader) { return reader.take_int("num_heads", 64); }
+
+std::optional<std::string> metadata_refusal(CaseReader& reader, Backend backend) {
+  const int num_heads = read_num_heads(reader);
+  reader.finish();
+  if (num_heads < 1 || num_heads > kMqaMaxHeads)
+    return fmt::format("num_heads must be from 1 to {}, got {}", kMqaMaxHeads, num_heads);
+  if (backend == Backend::sm100) return std::string("there are no sm100 kernels for it yet");
+  return std::nullopt;
+}
+
+std::vector<BuildReport> metadata_prepare(CaseReader& reader, const Arch& arch) {
+  return prepare_schedule(read_num_heads(reader), arch);
+}
+
+// Named in the contracts, not built yet: any case is refused with the same sentence.
+std::optional<std::string> not_yet(CaseReader&, Backend) {
+  return std::string("is not part of this version yet");
+}
+std::vector<BuildReport> prepare_nothing(CaseReader&, const Arch&) { return {}; }
+
+constexpr Op kOps[] = {
+    {"fp8_fp4_mqa_logits", mqa_refusal, mqa_prepare},
+    {"get_mqa_logits_metadata", metadata_refusal, metadata_prepare},
+    {"fp8_fp4_paged_mqa_logits", not_yet, prepare_nothing},
+    {"get_paged_mqa_logits_metadata", not_yet, prepare_nothing},
+    {"fp8_silu_fold_prefill", not_yet, prepare_nothing},
+    {"fp8_block_gemm_nt", not_yet, prepare_nothing},
+    {"silu_mul_to_fp8_block128", not_yet, prepare_nothing},
+    {"flash_attn_fwd", not_yet, prepare_nothing},
+    {"flash_attn_varlen_fwd", not_yet, prepare_nothing},
+};
+
+const Op& find(const std::string& name) {
+  for (const Op& op : kOps)
+    if (name == op.name) return op;
+  throw ValueError(fmt::format("op must be one of {}, got '{}'", fmt::join(ops(), ", "), name));
+}
+
+std::optional<Arch> arch_or_cpu(const Op& op, const std::optional<std::string>& arch,
+                                std::optional<int> capability) {
+  if (arch && *arch == name_of(Backend::cpu)) return std::nullopt;
+  if (!arch && !capability && !settings::arch()) return std::nullopt;
+  return resolve_arch(op.name, arch, capability);
+}
+
+// A named target is compiled for, whatever card is at hand.
+std::optional<int> card_for(const std::optional<std::string>& arch, std::optional<int> capability) {
+  return arch && arch->find("sm_") != std::string::npos ? std::nullopt : capability;
+}
+
+}  // namespace
+
+std::vector<std::string> ops() {
+  std::vector<std::string> names;
+  for (const Op& op : kOps) names.push_back(op.name);
+  return names;
+}
+
+std::optional<std::string> supported(const std::string& name,
+                                     const std::optional<std::string>& arch, const Case& fields,
+                                     std::optional<int> capability) {
+  const Op& op = find(name);
+  CaseReader reader(name, fields);
+  Backend backend = Backend::cpu;
+  try {
+    if (const auto found = arch_or_cpu(op, arch, card_for(arch, capability)))
+      backend = found->backend;
+  } catch (const UnsupportedError& error) {
+    return error.what();
+  }
+  if (const auto reason = op.refusal(reader, backend)) return fmt::format("{}: {}", name, *reason);
+  return std::nullopt;
+}
+
+std::vector<BuildReport> prepare(const std::string& name, const std::optional<std::string>& arch,
+                                 const Case& fields, std::optional<int> capability) {
+  const Op& op = find(name);
+  if (const auto reason = supported(name, arch, fields, capability))
+    throw UnsupportedError(*reason);
+  const auto found = arch_or_cpu(op, arch, card_for(arch, capability));
+  if (!found) return {};
+  CaseReader reader(name, fields);
+  return op.prepare(reader, *found);
+}
+
+std::vector<LegalSpec> legal_specs(const std::string& text) {
+  const Arch arch = resolve_arch("compile", text, std::nullopt);
+  std::vector<LegalSpec> specs;
+  const auto add = [&](const auto& spec) {
+    specs.push_back(
+        {spec.op(), spec_json(spec), [target = arch.target, spec] { return build(target, spec); }});
+  };
+  for_each_mqa_logits_spec(arch.backend, add);
+  for_each_mqa_schedule_spec(Backend::sm89, add);
+  return specs;
+}
+
+}  // namespace deep_kernels::registry

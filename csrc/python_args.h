@@ -1,0 +1,100 @@
+// Python objects to C++ values for the eager path, refusing wrong types in one sentence. pybind11's
+// own casters would answer with a dump of signatures.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+#include <string>
+
+#include "runtime/errors.h"
+
+namespace deep_kernels {
+
+namespace py = pybind11;
+
+// Reads the arguments of one call and watches whether it may skip the dispatcher.
+class PythonArgs {
+ public:
+  explicit PythonArgs(const char* op) : op_(op) {}
+
+  const at::Tensor& tensor(const char* name, py::handle value) {
+    if (!THPVariable_Check(value.ptr())) refuse(name, "a torch.Tensor", value);
+    const at::Tensor& result = THPVariable_Unpack(value.ptr());
+    keys_ = keys_ | result.key_set();
+    exact_ = exact_ && is_exact(value);
+    return result;
+  }
+  std::optional<at::Tensor> optional_tensor(const char* name, py::handle value) {
+    if (value.is_none()) return std::nullopt;
+    if (!THPVariable_Check(value.ptr())) refuse(name, "a torch.Tensor or None", value);
+    return tensor(name, value);
+  }
+  bool boolean(const char* name, py::handle value) const {
+    if (!PyBool_Check(value.ptr())) refuse(name, "a bool", value);
+    return value.ptr() == Py_True;
+  }
+  int64_t integer(const char* name, py::handle value) const {
+    if (!PyLong_Check(value.ptr()) || PyBool_Check(value.ptr())) refuse(name, "an int", value);
+    int overflow = 0;
+    const long long result = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+    if (overflow != 0)
+      throw ValueError(fmt::format("{}: {} must fit into 64 bits, got {}", op_, name,
+                                   std::string(py::str(value))));
+    return result;
+  }
+  at::ScalarType dtype(const char* name, py::handle value) const {
+    if (!THPDtype_Check(value.ptr())) refuse(name, "a torch.dtype", value);
+    return reinterpret_cast<THPDtype*>(value.ptr())->scalar_type;
+  }
+  std::string text(const char* name, py::handle value) const {
+    if (!PyUnicode_Check(value.ptr())) refuse(name, "a str", value);
+    return py::cast<std::string>(value);
+  }
+  std::optional<std::string> optional_text(const char* name, py::handle value) const {
+    if (value.is_none()) return std::nullopt;
+    if (!PyUnicode_Check(value.ptr())) refuse(name, "a str or None", value);
+    return py::cast<std::string>(value);
+  }
+  // The two items of a (values, scale) pair.
+  std::pair<py::object, py::object> pair(const char* name, py::handle value) const {
+    const bool sequence = PyTuple_Check(value.ptr()) || PyList_Check(value.ptr());
+    if (!sequence || PySequence_Size(value.ptr()) != 2)
+      refuse(name, "a pair (values, scale)", value);
+    return {value[py::int_(0)], value[py::int_(1)]};
+  }
+
+  // Plain dense tensors outside of any mode, tracing or transform: only then may a call go past the
+  // dispatcher. Autograd and autocast have nothing to do for these ops.
+  bool is_plain() const {
+    using c10::DispatchKey;
+    static const c10::DispatchKeySet harmless = c10::DispatchKeySet(
+        {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::ADInplaceOrView,
+         DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU,
+         DispatchKey::AutocastCUDA, DispatchKey::BackendSelect});
+    const auto local = c10::impl::tls_local_dispatch_key_set();
+    const c10::DispatchKeySet active = (keys_ | local.included_) - local.excluded_;
+    return exact_ && !at::impl::torch_function_mode_enabled() && (active - harmless).empty();
+  }
+
+ private:
+  static bool is_exact(py::handle value) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == THPVariableClass ||
+           reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == ParameterClass;
+  }
+  [[noreturn]] void refuse(const char* name, const char* expected, py::handle got) const {
+    throw TypeError(
+        fmt::format("{}: {} must be {}, got {}", op_, name, expected, Py_TYPE(got.ptr())->tp_name));
+  }
+
+  const char* op_;
+  c10::DispatchKeySet keys_;
+  bool exact_ = true;
+};
+
+}  // namespace deep_kernels

@@ -1,0 +1,72 @@
+#include "runtime/settings.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdlib>
+
+#include "runtime/errors.h"
+
+namespace deep_kernels {
+
+namespace {
+WarningSink& warning_sink() {
+  static WarningSink sink = nullptr;
+  return sink;
+}
+}  // namespace
+
+void set_warning_sink(WarningSink sink) { warning_sink() = sink; }
+
+void warn(const std::string& text) {
+  if (WarningSink sink = warning_sink())
+    sink(text);
+  else
+    std::fprintf(stderr, "%s\n", text.c_str());
+}
+
+namespace settings {
+
+namespace {
+
+std::optional<std::string> text(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return std::string(value);
+}
+
+bool flag(const char* name) {
+  const std::optional<std::string> value = text(name);
+  if (!value || *value == "0") return false;
+  if (*value == "1") return true;
+  throw ValueError(fmt::format("{} must be 0 or 1, got '{}'", name, *value));
+}
+
+std::vector<std::string>& folders() {
+  static std::vector<std::string> value;
+  return value;
+}
+
+}  // namespace
+
+std::filesystem::path cache_dir() {
+  if (const auto dir = text("DEEP_KERNELS_CACHE_DIR")) return *dir;
+  if (const auto dir = text("XDG_CACHE_HOME")) return std::filesystem::path(*dir) / "deep_kernels";
+  if (const auto home = text("HOME"))
+    return std::filesystem::path(*home) / ".cache" / "deep_kernels";
+  const auto tmp = text("TMPDIR").value_or("/tmp");
+  return std::filesystem::path(tmp) / fmt::format("deep_kernels-{}", getuid());
+}
+
+std::optional<std::filesystem::path> prebuilt_dir() { return text("DEEP_KERNELS_PREBUILT_DIR"); }
+std::optional<std::string> nvrtc() { return text("DEEP_KERNELS_NVRTC"); }
+std::optional<std::string> arch() { return text("DEEP_KERNELS_ARCH"); }
+std::optional<std::string> mqa_clean() { return text("DEEP_KERNELS_MQA_CLEAN"); }
+bool no_compile() { return flag("DEEP_KERNELS_NO_COMPILE"); }
+bool line_info() { return flag("DEEP_KERNELS_LINEINFO"); }
+
+void set_package_folders(std::vector<std::string> value) { folders() = std::move(value); }
+const std::vector<std::string>& package_folders() { return folders(); }
+
+}  // namespace settings
+}  // namespace deep_kernels

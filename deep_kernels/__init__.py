@@ -1,0 +1,45 @@
+"""JIT-compiled CUDA kernels for the sparse-attention indexer, FP8 prefill MLPs and long-context attention.
+
+Importing touches neither CUDA nor NVRTC: kernels are compiled at the first call that needs them and kept
+on disk. Every op runs on CPU tensors too.
+"""
+
+from __future__ import annotations
+
+from ._runtime import (
+    CompileError,
+    UnsupportedError,
+    get_num_sms,
+    get_pdl,
+    prepare,
+    set_num_sms,
+    set_pdl,
+    supported,
+)
+from .ops import (
+    fp8_fp4_mqa_logits,
+    fp8_fp4_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    get_mqa_logits_metadata,
+    get_paged_mqa_logits_metadata,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompileError",
+    "UnsupportedError",
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_mqa_logits_metadata",
+    "get_num_sms",
+    "get_paged_mqa_logits_metadata",
+    "get_pdl",
+    "prepare",
+    "set_num_sms",
+    "set_pdl",
+    "supported",
+]

@@ -1,0 +1,267 @@
+// MQA logits by mma.sync, ldmatrix and cp.async alone: for sm_89 and every newer card. The same
+// blocks, groups and column order as on Hopper; one block per SM, persistent, 8 warps without
+// roles.
+//
+// Warp w works for group w / 2 (query rows [128 g, 128 g + 128)) on kv rows [64 (w % 2), + 64) of
+// every stage: 16 rows at a time against 16 octets of query columns. An octet's scores are summed
+// into the heads at once, so that only four accumulators live.
+//
+// Octets go by four in a loop that is not unrolled: given all 16 ptxas moves so many loads ahead
+// that it spills, least of all able to afford it where the hardware has no e4m3 mma.sync (sm_90)
+// and both operands are converted to float16.
+#pragma once
+
+#include "deep_kernels/contract/mqa_logits.h"
+#include "deep_kernels/kernels/mqa_logits_tile.cuh"
+#include "deep_kernels/kernels/mqa_schedule.cuh"
+#include "deep_kernels/ptx/base.cuh"
+#include "deep_kernels/tile/layout.cuh"
+#include "deep_kernels/tile/pipeline.cuh"
+
+namespace deep_kernels::mqa_sm89 {
+
+template <MqaLogitsSpec S>
+struct Smem {
+  alignas(128) u8 query[kMqaQueryRows * S.head_dim];                // column order, swizzled
+  alignas(128) u8 kv[S.kv_stages][S.kv_stage_rows() * S.head_dim];  // swizzled
+  alignas(128) float weights[kMqaQueryRows];                        // column order
+  ScheduleScratch schedule;
+};
+
+inline constexpr i32 kWarpsPerGroup = 2;
+inline constexpr i32 kWarpRows = 64;  // kv rows of a warp in a stage
+inline constexpr i32 kTileRows = 16;  // kv rows of one MMA
+
+// 16-byte chunks of `rows` rows into swizzled shared memory; source(row) is null for a row of
+// zeros.
+template <MqaLogitsSpec S, class Source>
+DK_DEVICE void copy_rows(u32 smem, i32 rows, const u8* valid, Source&& source) {
+  constexpr i32 kChunks = S.head_dim / 16;
+  for (i32 i = ptx::thread_index(); i < rows * kChunks; i += S.num_threads()) {
+    const i32 row = i / kChunks;
+    const i32 chunk = i % kChunks;
+    const u8* from = source(row);
+    const u32 bytes = from != nullptr ? 16 : 0;  // an address must be valid even if nothing is read
+    ptx::cp_async_16(smem + tile::swizzled_offset<S.head_dim>(row, chunk),
+                     from != nullptr ? from + 16 * chunk : valid, bytes);
+  }
+}
+
+template <MqaLogitsSpec S>
+DK_DEVICE void load_query(const MqaLogitsArgs& args, i32 first_row, Smem<S>& smem) {
+  copy_rows<S>(ptx::smem_addr(&smem.query[0]), kMqaQueryRows, args.q, [&](i32 column) -> const u8* {
+    const i32 in_group = column % kMqaGroupRows;
+    const i32 row =
+        first_row + column / kMqaGroupRows * S.tokens_per_group() + S.token_of(in_group);
+    const i32 head = S.head_of(in_group);
+    if (row >= args.num_q || head >= args.num_heads) return nullptr;
+    return args.q + row * args.q_token_stride + head * args.q_head_stride;
+  });
+}
+
+template <MqaLogitsSpec S>
+DK_DEVICE void load_kv(const MqaLogitsArgs& args, i32 first_row, i32 stage, Smem<S>& smem) {
+  copy_rows<S>(ptx::smem_addr(&smem.kv[stage][0]), S.kv_stage_rows(), args.kv,
+               [&](i32 row) -> const u8* {
+                 if (first_row + row >= args.num_kv) return nullptr;
+                 return args.kv + (first_row + row) * args.kv_stride;
+               });
+}
+
+// Registers of one warp for one unit: a query block and the run of its stages.
+template <MqaLogitsSpec S>
+struct Math {
+  using Sum = HeadSum<S>;
+  using Logit = typename LogitStorage<S.logits_dtype>::Type;
+  static constexpr i32 kSteps = S.head_dim / 32;  // k-steps of the MMA
+  static constexpr i32 kStepPairs = max_of(1, kSteps / 2);
+  static constexpr i32 kSets = 16 / S.octets_per_token_set();  // of tokens: 2 at 8 heads, else 1
+
+  const MqaLogitsArgs& args;
+  Smem<S>& smem;
+  i32 group;
+  i32 warp_row;  // first kv row of the warp in a stage
+  DK_DEVICE void post_weights(i32 first_row) {
+    for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
+      const i32 in_group = column % kMqaGroupRows;
+      const i32 row =
+          first_row + column / kMqaGroupRows * S.tokens_per_group() + S.token_of(in_group);
+      ptx::store_shared_f32(ptx::smem_addr(&smem.weights[column]),
+                            load_weight(args, row, S.head_of(in_group)));
+    }
+  }
+
+  // Both operands are read 8 rows at a time from a multiple of 8 rows on, so that the swizzle of a
+  // lane's address depends on the lane and the step alone; whatever else moves is added in bytes.
+
+  // 16 rows of kv as the MMA's first operand.
+  DK_DEVICE void load_kv_fragments(u32 (&a)[kSteps][4], u32 rows) const {
+    const i32 lane = ptx::lane_index();
+    DK_UNROLL
+    for (i32 step = 0; step < kSteps; ++step)
+      ptx::ldmatrix_x4(a[step],
+                       rows + tile::swizzled_offset<S.head_dim>(lane % 16, 2 * step + lane / 16));
+  }
+
+  // Eight query columns as its second: b[step] holds 32 elements of each. query[i] is the lane's
+  // address for steps 2i and 2i + 1.
+  DK_DEVICE void load_query_fragments(u32 (&b)[kSteps][2], const u32 (&query)[kStepPairs],
+                                      u32 offset) const {
+    if constexpr (kSteps == 1) {
+      ptx::ldmatrix_x2(b[0], query[0] + offset);
+    } else {
+      DK_UNROLL
+      for (i32 i = 0; i < kStepPairs; ++i) {
+        u32 both[4];
+        ptx::ldmatrix_x4(both, query[i] + offset);
+        b[2 * i][0] = both[0], b[2 * i][1] = both[1];
+        b[2 * i + 1][0] = both[2], b[2 * i + 1][1] = both[3];
+      }
+    }
+  }
+
+  // Scores of one octet of query columns, summed into their heads.
+  DK_DEVICE void add_octet(float (&sum)[Sum::kSlots][2], i32 set, const u32 (&a)[kSteps][4],
+                           const u32 (&query)[kStepPairs], u32 weights, i32 octet) const {
+    u32 b[kSteps][2];
+    load_query_fragments(b, query, octet * 8 * S.head_dim);
+    float x[4] = {};
+    DK_UNROLL
+    for (i32 step = 0; step < kSteps; ++step) ptx::mma_m16n8k32_e4m3(x, a[step], b[step]);
+    float weight[2];
+    ptx::load_shared_f32x2(weight, weights + octet * 8 * sizeof(float));
+    Sum::template add<false, false>(sum, set, x, weight);
+  }
+
+  DK_DEVICE void stage(i32 group_row, i32 kv_row, i32 stage) const {
+    const i32 lane = ptx::lane_index();
+    u32 query[kStepPairs];
+    DK_UNROLL
+    for (i32 i = 0; i < kStepPairs; ++i)
+      query[i] = ptx::smem_addr(&smem.query[group * kMqaGroupRows * S.head_dim]) +
+                 tile::swizzled_offset<S.head_dim>(
+                     lane % 8, min_of(4, 2 * kSteps) * i + lane / 8 % min_of(4, 2 * kSteps));
+    const u32 weights = ptx::smem_addr(&smem.weights[group * kMqaGroupRows + 2 * (lane % 4)]);
+    const u32 rows = ptx::smem_addr(&smem.kv[stage][0]);
+    DK_NO_UNROLL
+    for (i32 row = warp_row; row < warp_row + kWarpRows; row += kTileRows) {
+      u32 a[kSteps][4];
+      load_kv_fragments(a, rows + row * S.head_dim);
+      float sum[Sum::kSlots][2] = {};
+      DK_UNROLL
+      for (i32 set = 0; set < kSets; ++set) {
+        DK_NO_UNROLL
+        for (i32 first = 0; first < 16 / kSets; first += 4) {
+          DK_UNROLL
+          for (i32 i = 0; i < 4; ++i)
+            add_octet(sum, set, a, query, weights, set * S.octets_per_token_set() + first + i);
+        }
+      }
+      float kept[Sum::kSlots][Sum::kRows];
+      Sum::join(kept, sum);
+      store(kept, group_row, kv_row + row + Sum::row());
+    }
+  }
+
+  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], i32 group_row,
+                       i32 kv_row) const {
+    if (!Sum::stores()) return;
+    float scale[Sum::kRows];
+    DK_UNROLL
+    for (i32 i = 0; i < Sum::kRows; ++i) {
+      const i32 j = kv_row + 8 * i;
+      scale[i] = j < args.num_kv ? ptx::load_global(args.kv_scale + j) : 0.0f;
+    }
+    DK_UNROLL
+    for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
+      const i32 row = group_row + Sum::token(slot);
+      const MqaWindow window = load_window(args, row, window_limit(args));
+      const RowEdge edge = row_edge(args, window, row);
+      Logit* origin = static_cast<Logit*>(args.logits) + row_origin(args, window, row);
+      DK_UNROLL
+      for (i32 i = 0; i < Sum::kRows; ++i) {
+        const i32 j = kv_row + 8 * i;
+        store_edge<S.clean != Clean::off>(origin + j, j - (args.compressed ? window.begin : 0),
+                                          edge, kept[slot][i] * scale[i]);
+      }
+    }
+  }
+
+  // All warps together: the stages [kv_begin, kv_begin + num_stages * rows) of one query block.
+  DK_DEVICE void run_unit(i32 first_row, i32 kv_begin, i32 num_stages) {
+    const i32 group_row = first_row + group * S.tokens_per_group();
+    load_query<S>(args, first_row, smem);
+    // One copy group per stage; the query travels with the first.
+    DK_UNROLL
+    for (i32 ahead = 0; ahead < S.kv_stages - 1; ++ahead) {
+      if (ahead < num_stages) load_kv<S>(args, kv_begin + ahead * S.kv_stage_rows(), ahead, smem);
+      ptx::cp_async_commit_group();
+    }
+    post_weights(first_row);
+    auto stages = tile::Ring<S.kv_stages>::drainer();
+    auto fills = tile::Ring<S.kv_stages>::filler();
+    DK_UNROLL
+    for (i32 ahead = 0; ahead < S.kv_stages - 1; ++ahead) fills.next();
+    DK_NO_UNROLL
+    for (i32 i = 0; i < num_stages; ++i) {
+      ptx::cp_async_wait_group<S.kv_stages - 2>();
+      ptx::sync_threads();  // the stage is there for all, and all are done with the one before it
+      if (i + S.kv_stages - 1 < num_stages)
+        load_kv<S>(args, kv_begin + (i + S.kv_stages - 1) * S.kv_stage_rows(), fills.slot, smem);
+      ptx::cp_async_commit_group();
+      stage(group_row, kv_begin + i * S.kv_stage_rows(), stages.slot);
+      stages.next();
+      fills.next();
+    }
+    ptx::cp_async_wait_group<0>();
+    ptx::sync_threads();  // before the next unit's query overwrites this one
+  }
+};
+
+}  // namespace deep_kernels::mqa_sm89
+
+namespace deep_kernels {
+
+template <MqaLogitsSpec S>
+DK_DEVICE void mqa_logits_sm89(const MqaLogitsArgs& args) {
+  using namespace mqa_sm89;
+  static_assert(S.invalid() == nullptr);
+  static_assert(sizeof(Smem<S>) <= S.smem_bytes());
+  static_assert(S.num_threads() == 32 * kMqaGroups * kWarpsPerGroup);
+  static_assert(S.kv_stage_rows() == kWarpsPerGroup * kWarpRows);
+  using Logit = typename LogitStorage<S.logits_dtype>::Type;
+  using Scan = SpanScan<S.tokens_per_block()>;
+  constexpr i32 kStagesPerChunk = kMqaChunkRows / S.kv_stage_rows();
+  auto& smem = ptx::dynamic_smem<Smem<S>>();
+  const i32 warp = ptx::warp_index();
+  const i32 num_warps = S.num_threads() / 32;
+
+  find_run<S>(args, smem.schedule);
+  ptx::sync_threads();
+  const MqaCut begin = stored_cut(smem.schedule, 0);
+  const MqaCut end = stored_cut(smem.schedule, 1);
+  // Without roles nobody is free to fill meanwhile: concurrent fills first, deferred last.
+  if constexpr (S.clean == Clean::concurrent) fill_untouched<S, Logit>(args, warp, num_warps);
+
+  Math<S> math{.args = args,
+               .smem = smem,
+               .group = warp / kWarpsPerGroup,
+               .warp_row = warp % kWarpsPerGroup * kWarpRows};
+  const i32 num_blocks = ceil_div(args.num_q, S.tokens_per_block());
+  for (i32 block = begin.block; block <= end.block && block < num_blocks; ++block) {
+    MqaSpan span = Scan::load(args, block);  // lane 0 looks at `block`, others further on
+    span.begin = ptx::shuffle(span.begin, 0);
+    span.num_chunks = ptx::shuffle(span.num_chunks, 0);
+    const i32 first = block == begin.block ? min_of(begin.chunk, span.num_chunks) : 0;
+    const i32 last = block == end.block ? min_of(end.chunk, span.num_chunks) : span.num_chunks;
+    if (first < last)
+      math.run_unit(block * S.tokens_per_block(), span.begin + first * kMqaChunkRows,
+                    (last - first) * kStagesPerChunk);
+  }
+  if constexpr (S.clean == Clean::deferred) {
+    ptx::sync_threads();
+    fill_untouched<S, Logit>(args, warp, num_warps);
+  }
+}
+
+}  // namespace deep_kernels

@@ -1,0 +1,256 @@
+"""The public ops. Plain tensors take the pybind11 path; tracing, modes and subclasses go through torch.ops."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from . import _C, _runtime
+
+_ROW_ALIGN_BYTES = 1024
+
+
+def fp8_fp4_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: Tensor | None = None,
+    *,
+    reduction: str = "exact",
+    out: Tensor | None = None,
+    arch: str | None = None,
+) -> Tensor:
+    """Weighted ReLU logits of multi-query attention, the score of a sparse-attention indexer.
+
+    logits[i, j] = sum_h weights[i, h] * relu(dot(q[i, h, :], kv[j, :])) * kv_scale[j],  start[i] <= j < end[i]
+
+    Args:
+        q: (values, scale). FP8: float8_e4m3fn [num_q, num_heads, head_dim] and None. MXFP8: the same values and
+            int32 [num_q, num_heads], byte b being the UE8M0 exponent of elements 32b..32b+31, or float8_e8m0fnu
+            [num_q, num_heads, head_dim / 32]. MXFP4: e2m1 pairs, low nibble first, as int8, uint8 or
+            float4_e2m1fn_x2 [num_q, num_heads, head_dim / 2], and a scale as MXFP8. num_heads from 1 to 128,
+            head_dim 32, 64 or 128. Rows contiguous, other strides multiples of 16 bytes.
+        kv: (values, scale). Values as q without heads, [num_kv, ...]. Scale: FP8 float32 [num_kv], applied after
+            the sum over heads; MX int32 [num_kv] or float8_e8m0fnu [num_kv, head_dim / 32], inside the dot product.
+        weights: float32, bfloat16 or float16 [num_q, num_heads], rows contiguous.
+        cu_seq_len_k_start, cu_seq_len_k_end: int32 [num_q], half-open window of kv tokens per row, each clamped to
+            [0, num_kv]; start >= end is an empty row.
+        clean_logits: True writes -inf to every column outside the row's window, False leaves them unspecified.
+        max_seqlen_k: 0, or the width of compressed logits, whose column c is kv token start + c; longer windows are
+            cut off there.
+        logits_dtype: float32 or bfloat16.
+        schedule_meta: int32 of get_mqa_logits_metadata, a hint: any content gives the same bits.
+        reduction: "exact" is the formula; "folded" may move half of the head sum onto the tensor cores, where a
+            backend has it, so that a logit that is truly 0 becomes noise.
+        out: where to write, [num_q, num_kv or max_seqlen_k] of logits_dtype, rows contiguous, no overlap with an
+            input. It is returned.
+        arch: backend, target or both ("sm89", "sm_90a", "sm89:sm_90a") instead of what suits the card; ignored for
+            CPU tensors.
+    Units: windows in kv tokens; logits in units of weights times values times scales.
+    Returns:
+        [num_q, num_kv], or [num_q, max_seqlen_k] if that is not 0; rows at multiples of 1024 bytes unless out is given.
+    Raises:
+        ValueError: a tensor's shape, dtype, stride or device is not as above, or requires grad (forward only).
+        TypeError: an argument of another Python type.
+        UnsupportedError: no kernel for the case on this backend; `supported` gives the same sentence.
+        CompileError: the kernel had to be compiled and could not be.
+    Source: the lightning indexer of the DeepSeek-V3.2 report; names and order of arguments as DeepGEMM's callers use.
+    """
+    if not torch.compiler.is_compiling():
+        result = _C.fp8_fp4_mqa_logits(
+            q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, logits_dtype,
+            schedule_meta, reduction, arch, out,
+        )  # fmt: skip
+        if result is not NotImplemented:
+            return result
+    q_values, q_scale = q
+    kv_values, kv_scale = kv
+    inputs = (q_values, q_scale, kv_values, kv_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end)
+    options = (clean_logits, max_seqlen_k, logits_dtype, schedule_meta, reduction, arch)
+    if out is None:
+        logits: Tensor = torch.ops.deep_kernels.fp8_fp4_mqa_logits(*inputs, *options)
+        return logits
+    torch.ops.deep_kernels.fp8_fp4_mqa_logits_out(*inputs, *options, out)
+    return out
+
+
+def get_mqa_logits_metadata(
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    num_kv_tokens: int,
+    num_heads: int,
+    *,
+    arch: str | None = None,
+) -> Tensor:
+    """Cuts the work of fp8_fp4_mqa_logits into equal runs, one per SM, so that each call need not do it itself.
+
+    Args:
+        cu_seq_len_k_start, cu_seq_len_k_end: int32 [num_q], the windows that the logits will be asked for.
+        num_kv_tokens: kv tokens, num_kv of the call. num_heads: heads of q, from 1 to 128.
+        arch: as in fp8_fp4_mqa_logits.
+    Units: an opaque list of (query block, chunk of 256 kv tokens) pairs.
+    Returns:
+        int32 [2 * (num_sms + 1)] on the device of the windows, num_sms as get_num_sms() on CPU tensors (1 unless
+        set) and the card's count, limited by set_num_sms, on CUDA tensors.
+    Raises:
+        ValueError, TypeError: as fp8_fp4_mqa_logits.
+    Source: split scheduling as in DeepGEMM's function of this name; the balance is this project's.
+    """
+    if not torch.compiler.is_compiling():
+        result = _C.get_mqa_logits_metadata(cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, arch)
+        if result is not NotImplemented:
+            return result
+    schedule: Tensor = torch.ops.deep_kernels.get_mqa_logits_metadata(
+        cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, arch
+    )
+    return schedule
+
+
+def fp8_mqa_logits(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    *,
+    arch: str | None = None,
+) -> Tensor:
+    """fp8_fp4_mqa_logits under its older name: q is the float8_e4m3fn values alone. See there for all else."""
+    return fp8_fp4_mqa_logits(
+        (q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, arch=arch
+    )
+
+
+def _refuse(op: str) -> NoReturn:
+    raise _runtime.UnsupportedError(_runtime.supported(op, arch="cpu"))
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    arch: str | None = None,
+) -> Tensor:
+    """fp8_fp4_mqa_logits over a paged kv cache. Not part of this version yet: raises UnsupportedError."""
+    _refuse("fp8_fp4_paged_mqa_logits")
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    *,
+    out: Tensor | None = None,
+    arch: str | None = None,
+) -> Tensor:
+    """fp8_fp4_paged_mqa_logits under its older name. Not part of this version yet: raises UnsupportedError."""
+    _refuse("fp8_fp4_paged_mqa_logits")
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor,
+    block_kv: int,
+    num_sms: int,
+    indices: Tensor | None = None,
+    *,
+    arch: str | None = None,
+) -> Tensor:
+    """Schedule of fp8_fp4_paged_mqa_logits. Not part of this version yet: raises UnsupportedError."""
+    _refuse("get_paged_mqa_logits_metadata")
+
+
+# --- fake versions: every output shape is a function of input shapes alone -------------------------------
+
+
+def _refuse_grad(op: str, **inputs: Tensor | None) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in inputs.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{op}: {name} requires grad, but the op is forward only: call it under torch.no_grad() or "
+                "detach the input"
+            )
+
+
+def _fake_mqa_logits(
+    q: Tensor,
+    q_scale: Tensor | None,
+    kv: Tensor,
+    kv_scale: Tensor,
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: Tensor | None = None,
+    reduction: str = "exact",
+    arch: str | None = None,
+) -> Tensor:
+    _refuse_grad("fp8_fp4_mqa_logits", weights=weights, kv_scale=kv_scale)
+    width = kv.shape[0] if max_seqlen_k == 0 else max_seqlen_k
+    per_unit = _ROW_ALIGN_BYTES // logits_dtype.itemsize
+    stride = (width + per_unit - 1) // per_unit * per_unit
+    return torch.empty_strided((q.shape[0], width), (stride, 1), dtype=logits_dtype, device=q.device)
+
+
+def _fake_mqa_logits_out(
+    q: Tensor,
+    q_scale: Tensor | None,
+    kv: Tensor,
+    kv_scale: Tensor,
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    logits_dtype: torch.dtype,
+    schedule_meta: Tensor | None,
+    reduction: str,
+    arch: str | None,
+    out: Tensor,
+) -> None:
+    _refuse_grad("fp8_fp4_mqa_logits", weights=weights, kv_scale=kv_scale, out=out)
+
+
+def _fake_mqa_logits_metadata(
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    num_kv_tokens: int,
+    num_heads: int,
+    arch: str | None = None,
+) -> Tensor:
+    device = cu_seq_len_k_start.device
+    num_sms = _C.num_sms() or 1
+    if device.type == "cuda":
+        num_sms = _runtime.get_num_sms()
+    return torch.empty(2 * (num_sms + 1), dtype=torch.int32, device=device)
+
+
+torch.library.register_fake("deep_kernels::fp8_fp4_mqa_logits", _fake_mqa_logits)
+torch.library.register_fake("deep_kernels::fp8_fp4_mqa_logits_out", _fake_mqa_logits_out)
+torch.library.register_fake("deep_kernels::get_mqa_logits_metadata", _fake_mqa_logits_metadata)

@@ -1,0 +1,117 @@
+"""CUDA-graph timing for the benchmark scripts: variants take turns inside one process.
+
+Every variant is captured into a graph of a few calls with outputs of their own; samples go round the variants in
+rotating and alternating order, each replay warmed up by one before it, so that clocks and caches treat all alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Timing:
+    """Microseconds per call."""
+
+    samples_us: list[float]
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.samples_us)
+
+    def quantile_us(self, share: float) -> float:
+        return sorted(self.samples_us)[int(share * (len(self.samples_us) - 1))]
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "median_us": self.median_us,
+            "p10_us": self.quantile_us(0.1),
+            "p90_us": self.quantile_us(0.9),
+            "samples": len(self.samples_us),
+        }
+
+
+class Graph:
+    """Some calls of a function in a CUDA graph; outputs stay alive with it."""
+
+    def __init__(self, function: Callable[[], object], calls: int) -> None:
+        self.calls = calls
+        for _ in range(3):
+            function()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = [function() for _ in range(calls)]
+        for _ in range(3):
+            self.graph.replay()
+        torch.cuda.synchronize()
+
+
+def measure(functions: Mapping[str, Callable[[], object]], samples: int = 40, calls: int = 5) -> dict[str, Timing]:
+    """Rotating timings of all functions, microseconds per call."""
+    graphs = {name: Graph(function, calls) for name, function in functions.items()}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    names = list(functions)
+    for sample in range(samples):
+        order = names[sample % len(names) :] + names[: sample % len(names)]
+        if sample % 2:
+            order.reverse()
+        for name in order:
+            graph = graphs[name].graph
+            graph.replay()
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1000 / calls)
+    return {name: Timing(values) for name, values in times.items()}
+
+
+def measure_sustained(function: Callable[[], object], seconds: float = 0.5) -> float:
+    """Microseconds per call, back to back at the card's power limit; a third of the time again warms up."""
+    graph = Graph(function, calls=1).graph
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(3):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    replays = max(3, int(seconds * 1000 / (begin.elapsed_time(end) / 3)))
+    for _ in range(replays // 3):
+        graph.replay()
+    begin.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / replays
+
+
+def host_microseconds(function: Callable[[], object], calls: int = 300, rounds: int = 15) -> float:
+    """Host time per call while the device keeps up: the best round of a few hundred calls."""
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        best = min(best, time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return best / calls * 1e6
+
+
+def fp8_peak_call(size: int = 8192) -> tuple[Callable[[], object], float]:
+    """The yardstick: torch._scaled_mm of e4m3 with fast accumulation, and its FLOP."""
+    a = torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device="cuda")
+    return (
+        lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
+        2.0 * size**3,
+    )
