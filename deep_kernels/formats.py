@@ -136,7 +136,7 @@ def dequantize_mxfp8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.f
 
     Args:
         values: [.., D], float8_e4m3fn. D is 32, 64 or 128.
-        scale: [..], int32, four exponents each (bytes past D / 32 are ignored), or [.., D / 32], float8_e8m0fnu.
+        scale: [..], int32, four exponents each (bytes past D / 32 ignored), or [.., D / 32], float8_e8m0fnu.
         dtype: float16, bfloat16, float32 or float64: of the result. The product is rounded to it once from
             float32, or is exact in float64.
     Returns:
@@ -179,7 +179,7 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     x = _as_float32("quantize_mxfp4", x, HEAD_DIMS)
     # 6 = 1.5 * 2^2, as 448 above.
     scaled, scale = _scale_mx_blocks(x, max_exponent=2, max_fraction=0x400000)
-    return float_to_e2m1(scaled), scale
+    return float_to_e2m1(scaled.nan_to_num(0.0, 0.0, 0.0)), scale
 
 
 def dequantize_mxfp4(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -189,7 +189,7 @@ def dequantize_mxfp4(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.f
 
     Args:
         values: [.., D / 2], int8, uint8 or float4_e2m1fn_x2, low nibble first. D is 32, 64 or 128.
-        scale: [..], int32, four exponents each (bytes past D / 32 are ignored), or [.., D / 32], float8_e8m0fnu.
+        scale: [..], int32, four exponents each (bytes past D / 32 ignored), or [.., D / 32], float8_e8m0fnu.
         dtype: float16, bfloat16, float32 or float64: of the result. The product is rounded to it once from
             float32, or is exact in float64.
     Returns:
@@ -415,7 +415,7 @@ def _split_blocks(x: Tensor) -> Tensor:
 
 
 def _zero_beside_nonfinite(x: Tensor, group_is_finite: Tensor) -> Tensor:
-    """Zeroes the finite elements of a group that holds a NaN or an inf: its scale is NaN, they mean nothing."""
+    """Zeroes the finite elements of a group that holds a NaN or an inf: its scale is NaN anyway."""
     return torch.where(group_is_finite | ~torch.isfinite(x), x, 0.0)
 
 
