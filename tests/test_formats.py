@@ -51,7 +51,7 @@ def rows_of(values: list[float], width: int = 32) -> Tensor:
 
 
 def nearest_even(x: Tensor, table: Tensor) -> Tensor:
-    """The code of the value in `table` (ascending, code 0 first) nearest to x >= 0, the even code on a tie."""
+    """The code of the value in `table` (ascending from code 0) nearest to x >= 0; even on a tie."""
     distance = (x.double().unsqueeze(-1) - table).abs()
     nearest = distance == distance.amin(dim=-1, keepdim=True)
     codes = torch.arange(len(table))
