@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/library.h>
 
+#include "ops/emulator.h"
 #include "ops/knobs.h"
 #include "ops/mqa_logits.h"
 #include "ops/registry.h"
@@ -205,6 +206,37 @@ py::tuple compile_text(const std::string& source, const std::vector<std::string>
   return py::make_tuple(result.ok, py::bytes(result.cubin), result.log);
 }
 
+// `run` gets a dict of what a card would get; None takes the emulator away.
+void set_emulator(const py::object& run, int num_sms) {
+  if (run.is_none()) return emulator::install({}, 0);
+  // Never freed: the last launch may end in a thread that does not hold the interpreter's lock.
+  auto* callable = new py::object(run);
+  emulator::install(
+      [callable](const emulator::Launch& launch) {
+        const py::gil_scoped_acquire locked;
+        const auto address = [](const void* data) { return reinterpret_cast<uintptr_t>(data); };
+        py::list buffers;
+        for (const emulator::Buffer& buffer : launch.buffers)
+          buffers.append(py::make_tuple(buffer.name, address(buffer.data), buffer.sizes,
+                                        buffer.strides, buffer.element_bytes, buffer.writable));
+        py::dict words;
+        words["op"] = launch.op;
+        words["spec"] = launch.spec;
+        words["source"] = launch.source;
+        words["entry"] = launch.entry;
+        words["target"] = launch.target;
+        words["grid"] = launch.grid;
+        words["block"] = launch.block;
+        words["smem_bytes"] = launch.smem_bytes;
+        words["args"] = py::bytes(launch.args.data(), launch.args.size());
+        words["maps"] =
+            py::bytes(reinterpret_cast<const char*>(launch.maps.data()), launch.maps.size_bytes());
+        words["buffers"] = buffers;
+        (*callable)(words);
+      },
+      num_sms);
+}
+
 void warn_in_python(const std::string& text) {
   const py::gil_scoped_acquire locked;
   // A warning turned into an error has no caller to go to here: it is printed.
@@ -255,6 +287,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_num_sms", knobs::set_num_sms);
   m.def("pdl", knobs::pdl);
   m.def("set_pdl", knobs::set_pdl);
+  m.def("set_emulator", set_emulator);
 
   m.def("set_package_folders", settings::set_package_folders);
   m.def("cache_dir", [] { return settings::cache_dir().string(); });
