@@ -187,6 +187,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     const i32 last = block == end.block ? min_of(end.chunk, span.num_chunks) : span.num_chunks;
     if (first >= last) continue;
     const u32 query_filled = ptx::smem_addr(&smem.query_filled[slots.slot]);
+    ptx::sync_warp();  // the windows of all lanes are written before lane 0 posts the unit
     if (lane == 0) {
       ptx::store_shared_i32(ptx::smem_addr(&unit.row), block * S.tokens_per_block());
       ptx::store_shared_i32(ptx::smem_addr(&unit.kv_begin), span.begin + first * kMqaChunkRows);
