@@ -86,7 +86,9 @@ class PythonArgs {
          DispatchKey::AutocastCUDA, DispatchKey::BackendSelect});
     const auto local = c10::impl::tls_local_dispatch_key_set();
     const c10::DispatchKeySet active = (keys_ | local.included_) - local.excluded_;
-    return exact_ && !at::impl::torch_function_mode_enabled() && (active - harmless).empty();
+    // Bits, because operator- of key sets keeps the backends.
+    return exact_ && !at::impl::torch_function_mode_enabled() &&
+           (active.raw_repr() & ~harmless.raw_repr()) == 0;
   }
 
  private:

@@ -24,7 +24,7 @@ def mqa_section(results: dict[str, Any]) -> list[str]:
         f"MQA logits, FP8, causal windows, cleaning included, {results['card']}, torch {results['torch']}; TFLOPS of "
         "useful work, and the share of `fp8_peak` (torch._scaled_mm 8192^3 in the same process).",
         "",
-        "| queries / kv tokens, heads, head_dim, logits | us | TFLOPS | of fp8_peak | sustained TFLOPS | without schedule, us |",
+        "| queries / kv, heads, head_dim, logits | us | TFLOPS | of fp8_peak | sustained | without schedule, us |",
         "|---|---|---|---|---|---|",
     ]
     for result in results["results"]:

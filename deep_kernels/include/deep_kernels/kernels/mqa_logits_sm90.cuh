@@ -187,6 +187,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     const i32 last = block == end.block ? min_of(end.chunk, span.num_chunks) : span.num_chunks;
     if (first >= last) continue;
     const u32 query_filled = ptx::smem_addr(&smem.query_filled[slots.slot]);
+    ptx::sync_warp();  // the windows of all lanes are written before lane 0 posts the unit
     if (lane == 0) {
       ptx::store_shared_i32(ptx::smem_addr(&unit.row), block * S.tokens_per_block());
       ptx::store_shared_i32(ptx::smem_addr(&unit.kv_begin), span.begin + first * kMqaChunkRows);
@@ -309,30 +310,42 @@ struct Math {
     }
   }
 
+  // Scores, head sums and stores of 64 kv rows.
+  template <bool kEdge>
+  DK_DEVICE void one_tile(i32 tile, u32 kv, u32 scales, const Unit<S.tokens_per_block()>& unit,
+                          float scale_up, i32 kv_row) const {
+    float x[64];
+    start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
+    float scale[Sum::kRows];
+    DK_UNROLL
+    for (i32 i = 0; i < Sum::kRows; ++i)
+      scale[i] = ptx::load_shared_f32(scales + 4 * (tile * kTileRows + 8 * i)) * scale_up;
+    finish_score(x);
+    if (tile == kTiles - 1) {  // rows and scales are read: the stage may be refilled
+      ptx::sync_warp();
+      if (ptx::lane_index() == 0)
+        ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
+    }
+    float sum[Sum::kSlots][2];
+    float kept[Sum::kSlots][Sum::kRows];
+    Sum::add_all(sum, x, weight);
+    Sum::join(kept, sum);
+    store<kEdge>(kept, scale, tile, unit, kv_row);
+  }
+
   template <bool kEdge>
   DK_DEVICE void stage(const Unit<S.tokens_per_block()>& unit, float scale_up, i32 kv_row) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
     const u32 scales = ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + 4 * tile_row;
     const u32 kv = kv_low + stages.slot * (S.kv_stage_bytes() >> 4);
-    DK_UNROLL
-    for (i32 tile = 0; tile < kTiles; ++tile) {
-      float x[64];
-      start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
-      float scale[Sum::kRows];
+    if constexpr (kEdge) {  // few of them: one copy of the tile, which compiles faster
+      DK_NO_UNROLL
+      for (i32 tile = 0; tile < kTiles; ++tile)
+        one_tile<kEdge>(tile, kv, scales, unit, scale_up, kv_row);
+    } else {
       DK_UNROLL
-      for (i32 i = 0; i < Sum::kRows; ++i)
-        scale[i] = ptx::load_shared_f32(scales + 4 * (tile * kTileRows + 8 * i)) * scale_up;
-      finish_score(x);
-      if (tile == kTiles - 1) {  // rows and scales are read: the stage may be refilled
-        ptx::sync_warp();
-        if (ptx::lane_index() == 0)
-          ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
-      }
-      float sum[Sum::kSlots][2];
-      float kept[Sum::kSlots][Sum::kRows];
-      Sum::add_all(sum, x, weight);
-      Sum::join(kept, sum);
-      store<kEdge>(kept, scale, tile, unit, kv_row);
+      for (i32 tile = 0; tile < kTiles; ++tile)
+        one_tile<kEdge>(tile, kv, scales, unit, scale_up, kv_row);
     }
     stages.next();
     if constexpr (kKeepsPointers) out += S.kv_stage_rows();
