@@ -397,12 +397,8 @@ class Index:
         self.keys = make_keys(self.vectors.table.to(device), self.words.ids.to(device), format)
 
         self.passages, headings = split_passages(corpus, self.words)
-        self.passage_spans = Spans(
-            [self.words.between(p.begin, p.end) for p in self.passages], len(self.words)
-        )
-        self.document_spans = Spans(
-            [self.words.between(d.begin, d.end) for d in corpus.documents], len(self.words)
-        )
+        self.passage_spans = Spans([self.words.between(p.begin, p.end) for p in self.passages], len(self.words))
+        self.document_spans = Spans([self.words.between(d.begin, d.end) for d in corpus.documents], len(self.words))
         self.heading_spans = Spans(headings, len(self.words))
         # [num_passages, depth]: the chain of headings over each passage, filled up with "none".
         depth = max(len(passage.headings) for passage in self.passages)
@@ -485,9 +481,7 @@ def find_terms(index: Index, query: str) -> tuple[list[Term], list[str]]:
     """The terms of a query with their rarity, the rarest first, and those that had to be left out."""
     words = list(dict.fromkeys(normalize(match[0]) for match in WORD.finditer(query)))
     if not words:
-        raise DemoError(
-            "the query has no words in it" if query.strip() else "there is no query; give some words"
-        )
+        raise DemoError("the query has no words in it" if query.strip() else "there is no query; give some words")
     words = [word for word in words if word not in STOP_WORDS] or words
     similar = index.vectors.embed(words) @ index.vectors.table.T >= SIMILAR  # [num_terms, num_words]
     num_passages = len(index.passages)
@@ -521,16 +515,12 @@ def score_positions(index: Index, terms: Sequence[Term]) -> Scores:
         deep_kernels.fp8_fp4_mqa_logits((q_values, q_scale), first_keys, weights, starts, ends.clamp(max=1))
     _synchronize(device)
     begin = time.perf_counter()
-    logits = deep_kernels.fp8_fp4_mqa_logits(
-        (q_values, q_scale), index.keys, weights, starts, ends, clean_logits=True
-    )
+    logits = deep_kernels.fp8_fp4_mqa_logits((q_values, q_scale), index.keys, weights, starts, ends, clean_logits=True)
     _synchronize(device)
     seconds = time.perf_counter() - begin
 
     unit = torch.ones_like(scale) if index.format == "fp8" else scale
-    agreement, largest_error = _compare(
-        index, dequantize(heads, unit, index.format), weights.double(), logits
-    )
+    agreement, largest_error = _compare(index, dequantize(heads, unit, index.format), weights.double(), logits)
     return Scores(list(terms), logits.float().cpu(), seconds, agreement, largest_error)
 
 
@@ -624,18 +614,14 @@ def render_hit(index: Index, hit: Hit, is_match: Tensor, color: bool) -> str:
     best = next(number for number, (begin, end) in enumerate(lines) if begin <= best_at < end)
     first = max(0, min(best - MAX_SHOWN_LINES // 2, len(lines) - MAX_SHOWN_LINES))
     shown = lines[first : first + MAX_SHOWN_LINES]
-    indent = min(
-        len(line) - len(line.lstrip()) for line in (text[begin:end] for begin, end in shown) if line.strip()
-    )
+    indent = min(len(line) - len(line.lstrip()) for line in (text[begin:end] for begin, end in shown) if line.strip())
 
     line_number = text.count("\n", document.line_one, best_at) + 1
     title = f"{document.name}, line {line_number}"
     notes = [f"score {hit.score:.2f}"]
     if hit.copies:
         notes.append("also in " + ", ".join(corpus.documents[number].name for number in hit.copies))
-    out = [
-        f"{TITLE_COLOR}{title}{NO_COLOR} ({'; '.join(notes)})" if color else f"{title} ({'; '.join(notes)})"
-    ]
+    out = [f"{TITLE_COLOR}{title}{NO_COLOR} ({'; '.join(notes)})" if color else f"{title} ({'; '.join(notes)})"]
     for begin, end in shown:
         gutter = "  > " if begin <= best_at < end else "    "
         pieces: list[str] = []
@@ -669,9 +655,7 @@ def _display_lines(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]
 
 def _printable(text: str) -> str:
     """Without the control characters by which a text could steer the terminal."""
-    return "".join(
-        char if char.isprintable() or char == "\t" else "" if char == "\n" else "?" for char in text
-    )
+    return "".join(char if char.isprintable() or char == "\t" else "" if char == "\n" else "?" for char in text)
 
 
 def _write(lines: Sequence[str]) -> None:
@@ -695,11 +679,8 @@ def report(index: Index, query: str, top: int, index_seconds: float, color: bool
     else:
         device = f"cpu ({torch.get_num_threads()} threads)"
     lines = [
-        f"text:      {index.corpus.description}, {len(index.corpus.text):,} characters, "
-        f"{num_tokens:,} tokens",
-        "terms:     "
-        + ", ".join(f"{_printable(term.word)} {term.rarity:.1f}" for term in terms)
-        + " (rarity)",
+        f"text:      {index.corpus.description}, {len(index.corpus.text):,} characters, {num_tokens:,} tokens",
+        "terms:     " + ", ".join(f"{_printable(term.word)} {term.rarity:.1f}" for term in terms) + " (rarity)",
         f"device:    {device}, format {index.format}",
         f"call:      fp8_fp4_mqa_logits, {num_heads + 1} rows x {num_heads} heads x {num_tokens:,} keys "
         f"of {HEAD_DIM}: {scores.seconds * 1e3:.2f} ms",
@@ -708,9 +689,7 @@ def report(index: Index, query: str, top: int, index_seconds: float, color: bool
         f"largest error {scores.largest_error:.1e}",
     ]
     if left_out:
-        lines.append(
-            f"left out:  {', '.join(map(_printable, left_out))} (only the {MAX_TERMS} rarest terms count)"
-        )
+        lines.append(f"left out:  {', '.join(map(_printable, left_out))} (only the {MAX_TERMS} rarest terms count)")
     if not hits:
         lines += ["", "Nothing in the text resembles the query."]
     for number, hit in enumerate(hits[:top], start=1):
@@ -726,12 +705,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the demo, for a parser of its own or the subcommand of another."""
     parser.add_argument("query", nargs="*", help="words to look for; quotes are not needed")
     parser.add_argument("--text", metavar="FILE", help="search this file, not the Python language reference")
-    parser.add_argument(
-        "--format", choices=formats.FORMATS, default="fp8", help="of queries and keys (default fp8)"
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if it can"
-    )
+    parser.add_argument("--format", choices=formats.FORMATS, default="fp8", help="of queries and keys (default fp8)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if it can")
     parser.add_argument(
         "--top", metavar="K", type=int, default=DEFAULT_TOP, help=f"passages to print (default {DEFAULT_TOP})"
     )
@@ -749,9 +724,7 @@ def run(args: argparse.Namespace) -> int:
 def _search(args: argparse.Namespace) -> bool:
     query = " ".join(args.query)
     if not WORD.search(query):
-        raise DemoError(
-            "the query has no words in it" if query.strip() else "there is no query; give some words"
-        )
+        raise DemoError("the query has no words in it" if query.strip() else "there is no query; give some words")
     if args.top < 1:
         raise DemoError(f"--top must be at least 1, got {args.top}")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -780,9 +753,7 @@ def _search(args: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The demo as a command of its own."""
-    parser = argparse.ArgumentParser(
-        prog="python -m deep_kernels demo", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m deep_kernels demo", description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     try:
         args = parser.parse_args(argv)

@@ -151,8 +151,7 @@ def dequantize_mxfp8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.f
     work = _work_dtype(name, dtype)
     if values.dtype != torch.float8_e4m3fn or values.dim() == 0 or values.size(-1) not in HEAD_DIMS:
         raise ValueError(
-            f"{name}: values must be float8_e4m3fn [.., head_dim in {_list(HEAD_DIMS)}], "
-            f"got {_describe(values)}"
+            f"{name}: values must be float8_e4m3fn [.., head_dim in {_list(HEAD_DIMS)}], got {_describe(values)}"
         )
     return _apply_mx_scale(name, values.to(torch.float32), values, scale, work).to(dtype)
 
@@ -275,8 +274,7 @@ def e2m1_to_float(values: Tensor) -> Tensor:
     _check_tensor("e2m1_to_float", "values", values)
     if values.dtype not in _E2M1_DTYPES or values.dim() == 0:
         raise ValueError(
-            f"e2m1_to_float: values must be int8, uint8 or float4_e2m1fn_x2 [.., head_dim / 2], "
-            f"got {_describe(values)}"
+            f"e2m1_to_float: values must be int8, uint8 or float4_e2m1fn_x2 [.., head_dim / 2], got {_describe(values)}"
         )
     pairs = values.view(torch.uint8).to(torch.int32)
     table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=values.device)
@@ -433,8 +431,7 @@ def _mx_exponents(name: str, values: Tensor, head_dim: int, scale: Tensor) -> Te
     unpacked = scale.dtype == torch.float8_e8m0fnu and list(scale.shape) == [*lead, num_blocks]
     if not packed and not unpacked:
         raise ValueError(
-            f"{name}: scale must be int32 {lead} or float8_e8m0fnu {[*lead, num_blocks]}, "
-            f"got {_describe(scale)}"
+            f"{name}: scale must be int32 {lead} or float8_e8m0fnu {[*lead, num_blocks]}, got {_describe(scale)}"
         )
     _check_device(name, values, scale)
     if unpacked:
@@ -463,9 +460,7 @@ def _as_float32(name: str, x: Tensor, head_dims: tuple[int, ...] | None) -> Tens
         wanted = "head_dim >= 1" if head_dims is None else f"head_dim in {_list(head_dims)}"
         raise ValueError(f"{name}: x must be [.., {wanted}], got {_describe(x)}")
     if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name}: x requires grad, and quantization has no gradient; call it under torch.no_grad()"
-        )
+        raise ValueError(f"{name}: x requires grad, and quantization has no gradient; call it under torch.no_grad()")
     if x.dtype == torch.float64:
         x = torch.where(torch.isinf(x), x, x.clamp(-_FLOAT32_MAX, _FLOAT32_MAX))
     return x.to(torch.float32)
