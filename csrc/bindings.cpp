@@ -281,6 +281,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("pdl", knobs::pdl);
   m.def("set_pdl",
         [](py::handle enable) { knobs::set_pdl(PythonArgs("set_pdl").boolean("enable", enable)); });
+  m.def("set_emulator", set_emulator);
 
   m.def("set_package_folders", settings::set_package_folders);
   m.def("cache_dir", [] { return to_text(settings::cache_dir().path.string()); });
