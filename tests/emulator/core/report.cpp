@@ -1,0 +1,128 @@
+#include "report.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <unordered_map>
+
+#include "shared.h"
+
+namespace deep_kernels::emulator {
+
+namespace {
+
+bool have_fault = false;
+Fault fault;
+std::vector<At> places;
+std::unordered_map<const void*, Place> known_places;
+std::map<std::string, std::vector<std::string>> texts;
+
+const std::vector<std::string>& lines_of(const std::string& file) {
+  auto [entry, fresh] = texts.try_emplace(file);
+  if (fresh) {
+    std::ifstream stream(file);
+    for (std::string line; std::getline(stream, line);) entry->second.push_back(line);
+  }
+  return entry->second;
+}
+
+std::string short_file(const std::string& file) {
+  std::istringstream roots(machine.launch->include_roots);
+  for (std::string root; std::getline(roots, root, ':');)
+    if (file.starts_with(root + "/")) return file.substr(root.size() + 1);
+  return file;
+}
+
+}  // namespace
+
+std::string format(const char* pattern, ...) {
+  char text[4096];
+  va_list arguments;
+  va_start(arguments, pattern);
+  std::vsnprintf(text, sizeof(text), pattern, arguments);
+  va_end(arguments);
+  return text;
+}
+
+Place place_of(At at) {
+  // One object per place in the text: its address is the key.
+  static_assert(sizeof(At) == sizeof(void*));
+  const void* key = std::bit_cast<const void*>(at);
+  const auto found = known_places.find(key);
+  if (found != known_places.end()) return found->second;
+  places.push_back(at);
+  const auto place = static_cast<Place>(places.size());
+  known_places.emplace(key, place);
+  return place;
+}
+
+std::string place_name(Place place) {
+  if (place == 0) return "nowhere";
+  const At& at = places[place - 1];
+  return format("%s:%u", short_file(at.file_name()).c_str(), at.line());
+}
+
+std::string place_line(Place place) {
+  if (place == 0) return "";
+  const At& at = places[place - 1];
+  const auto& lines = lines_of(at.file_name());
+  if (at.line() == 0 || at.line() > lines.size()) return "";
+  const std::string& line = lines[at.line() - 1];
+  const std::size_t begin = line.find_first_not_of(' ');
+  return begin == std::string::npos ? "" : line.substr(begin);
+}
+
+void forget_places() {
+  places.clear();
+  known_places.clear();
+  texts.clear();
+  have_fault = false;
+}
+
+std::string thread_name(i32 thread) {
+  const char* role = machine.threads[thread].role;
+  return format("block %d, warp %d%s%s%s, lane %d", identity.block, thread / kWarp,
+                *role != '\0' ? " (" : "", role, *role != '\0' ? ")" : "", thread % kWarp);
+}
+
+std::string agent_name(Agent agent) {
+  if (agent < machine.num_threads) return thread_name(agent);
+  if (agent < machine.num_threads + machine.num_warps) {
+    const i32 warp = agent - machine.num_threads;
+    const char* role = machine.threads[warp * kWarp].role;
+    return format("the wgmma of warp %d%s%s%s", warp, *role != '\0' ? " (" : "", role,
+                  *role != '\0' ? ")" : "");
+  }
+  const Mbarrier& barrier = machine.mbarriers[agent - machine.num_threads - machine.num_warps];
+  return format("a copy counted by mbarrier %s", barrier.name.c_str());
+}
+
+std::string smem_name(u32 addr) { return format("smem+0x%x", addr - kSmemBase); }
+
+std::string cite(const char* what, Place place) {
+  if (place == 0) return "";
+  return format("\n  %s %s\n      %s", what, place_name(place).c_str(), place_line(place).c_str());
+}
+
+void fail(const char* kind, const std::string& what, Place at, i32 thread) {
+  if (thread < 0 && machine.current != nullptr) thread = machine.current->index;
+  fault.kind = kind;
+  fault.text = format("%s: %s", machine.launch->kernel, what.c_str());
+  if (thread >= 0) fault.text += "\n  by " + thread_name(thread);
+  fault.text += cite("at", at);
+  have_fault = true;
+  if (machine.current == nullptr) throw Stop{};
+  Stopped never;
+  switch_fiber(&never, machine.scheduler);
+  __builtin_unreachable();
+}
+
+bool failed() { return have_fault; }
+Fault take_fault() {
+  have_fault = false;
+  return std::move(fault);
+}
+
+}  // namespace deep_kernels::emulator

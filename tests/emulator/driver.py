@@ -1,0 +1,147 @@
+"""Runs launches of the op layer on the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from . import build
+
+_MAP_BYTES = 120  # sizeof(MapDescription)
+_ENCODED_BYTES = 128  # sizeof(ptx::TensorMap)
+
+
+class EmulatorError(Exception):
+    """A fault that the emulator found in a kernel; `kind` is one word for what it is."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.POINTER(ctypes.c_longlong)),
+        ("strides", ctypes.POINTER(ctypes.c_longlong)),
+        ("rank", ctypes.c_int),
+        ("element_bytes", ctypes.c_int),
+        ("writable", ctypes.c_int),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("kernel", ctypes.c_char_p),
+        ("entry", ctypes.c_void_p),
+        ("params", ctypes.POINTER(ctypes.c_void_p)),
+        ("include_roots", ctypes.c_char_p),
+        ("tensors", ctypes.POINTER(_Tensor)),
+        ("num_tensors", ctypes.c_int),
+        ("grid", ctypes.c_int),
+        ("block", ctypes.c_int),
+        ("smem_bytes", ctypes.c_int),
+        ("seed", ctypes.c_ulonglong),
+        ("trace_file", ctypes.c_char_p),
+    ]
+
+
+@cache
+def core() -> ctypes.CDLL:
+    """The emulator's library, loaded."""
+    return ctypes.CDLL(str(build.core_library()), mode=ctypes.RTLD_GLOBAL)
+
+
+@cache
+def _load(path: Path) -> ctypes.CDLL:
+    core()
+    return ctypes.CDLL(str(path))
+
+
+@dataclass
+class Emulator:
+    """How launches run: which headers, which flags, which order of threads."""
+
+    include: Path = build.PACKAGE_INCLUDE
+    flags: Sequence[str] = ("-O1",)
+    seed: int = 0
+    trace_file: str | None = None
+    launches: list[dict[str, Any]] = field(default_factory=list)  # what ran, without addresses
+
+    def __call__(self, launch: dict[str, Any]) -> None:
+        """Compiles and runs one launch in place; raises EmulatorError for a fault of the kernel."""
+        self.launches.append({key: launch[key] for key in ("op", "spec", "entry", "target", "grid")})
+        library = _load(
+            build.kernel_library(launch["source"], launch["entry"], include=self.include, flags=self.flags)
+        )
+        blobs = [launch["args"]]
+        maps: bytes = launch.get("maps", b"")
+        if maps:
+            count = len(maps) // _MAP_BYTES
+            blobs.append(
+                b"".join(
+                    maps[i * _MAP_BYTES : (i + 1) * _MAP_BYTES].ljust(_ENCODED_BYTES, b"\0") for i in range(count)
+                )
+            )
+        for index, blob in enumerate(blobs):
+            expected = library.dk_emulator_param_bytes(index)
+            assert expected == len(blob), f"parameter {index} has {len(blob)} bytes, the kernel wants {expected}"
+        threads = ctypes.c_int.in_dll(library, "dk_emulator_threads").value
+        assert threads == launch["block"], f"launched with {launch['block']} threads, built for {threads}"
+        # Parameters as a kernel has them: aligned to 64 bytes.
+        buffers = [ctypes.create_string_buffer(len(blob) + 64) for blob in blobs]
+        params = (ctypes.c_void_p * len(blobs))()
+        for index, (buffer, blob) in enumerate(zip(buffers, blobs, strict=True)):
+            address = (ctypes.addressof(buffer) + 63) // 64 * 64
+            ctypes.memmove(address, blob, len(blob))
+            params[index] = address
+        tensors = (_Tensor * len(launch["buffers"]))()
+        keep = []
+        for tensor, (name, data, sizes, strides, element_bytes, writable) in zip(
+            tensors, launch["buffers"], strict=True
+        ):
+            shape = (ctypes.c_longlong * len(sizes))(*sizes)
+            steps = (ctypes.c_longlong * len(strides))(*strides)
+            keep.append((shape, steps))
+            tensor.name, tensor.data, tensor.sizes, tensor.strides = name.encode(), data, shape, steps
+            tensor.rank, tensor.element_bytes, tensor.writable = len(sizes), element_bytes, int(writable)
+        roots = f"{self.include}/deep_kernels:{build.EMULATOR_INCLUDE}/deep_kernels:{build.cache_folder()}"
+        request = _Launch(
+            kernel=launch["entry"].encode(),
+            entry=ctypes.cast(library.dk_emulator_entry, ctypes.c_void_p),
+            params=params,
+            include_roots=roots.encode(),
+            tensors=tensors,
+            num_tensors=len(tensors),
+            grid=launch["grid"],
+            block=launch["block"],
+            smem_bytes=launch["smem_bytes"],
+            seed=self.seed,
+            trace_file=self.trace_file.encode() if self.trace_file else None,
+        )
+        fault = ctypes.create_string_buffer(1 << 16)
+        if core().dk_emulator_run(ctypes.byref(request), fault, len(fault)) != 0:
+            kind, _, text = fault.value.decode().partition("\n")
+            raise EmulatorError(kind, text)
+
+    def with_seed(self, seed: int) -> Emulator:
+        """The same with another order of threads and copies."""
+        return replace(self, seed=seed, launches=[])
+
+
+@contextmanager
+def installed(emulator: Callable[[dict[str, Any]], None], num_sms: int = 3) -> Iterator[None]:
+    """Sends arch="emulator:..." to this emulator within the block."""
+    from deep_kernels import _C
+
+    _C.set_emulator(emulator, num_sms)
+    try:
+        yield
+    finally:
+        _C.set_emulator(None, 0)
