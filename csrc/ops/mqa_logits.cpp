@@ -179,6 +179,9 @@ constexpr CleanRow kCleanTable[] = {
     {Backend::sm89, Clean::deferred},  // its warps have no roles: nobody is free to fill meanwhile
 };
 
+// concurrent or deferred: overrules the table.
+constexpr const char* kCleanVariable = "DEEP_KERNELS_MQA_CLEAN";
+
 Clean choose_clean(const MqaLogitsCase& wanted, Backend backend) {
   if (!wanted.clean) return Clean::off;
   if (wanted.placement) return *wanted.placement;
@@ -202,8 +205,8 @@ MqaLogitsCase case_of(const MqaLogitsCall& call, const Problem& p) {
                        .clean = call.clean,
                        .metadata = call.schedule.has_value(),
                        .placement = std::nullopt};
-  if (const auto placement = settings::mqa_clean())
-    wanted.placement = parse_placement("DEEP_KERNELS_MQA_CLEAN", *placement);
+  if (const auto placement = settings::of_op(kCleanVariable))
+    wanted.placement = parse_placement(kCleanVariable, *placement);
   return wanted;
 }
 
