@@ -45,7 +45,7 @@ struct Smem {
   ScheduleScratch schedule;
   // Each pair: who arrives, who waits.
   alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
-  u64 query_filled[kSlots];            // scheduler lane 0 twice, and TMA bytes -> math warps
+  u64 query_filled[kSlots];            // 33 by the scheduler (lane 0 announces bytes), TMA -> math
   u64 unit_drained[kSlots];            // 16 math warps -> scheduler
   u64 kv_filled[S.kv_stages];          // kv warp, and TMA bytes -> math warps
   u64 kv_drained[S.kv_stages];         // 16 math warps -> kv warp
