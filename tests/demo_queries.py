@@ -1,13 +1,13 @@
 """Questions to the demo, each with the key of pydoc_data.topics that answers it.
 
-A hit is a question whose topic is among the first three. Measured with the topics of Python 3.12 in format fp8;
-those of 3.10, 3.11 and 3.13 differ by one question at most.
+A hit is a question whose topic is among the first three. Measured with the topics of Python 3.12 in format
+fp8; those of 3.10, 3.11 and 3.13 differ by one question at most.
 
 * BEFORE_TUNING: 16 questions, written before the ranking was first run. All hit, with the first version and
   the last.
 * WHILE_TUNING: 85 questions, written between the two. The last version hits 81. Of the other four, three have
-  hardly a word in common with the text that answers, and one ("evaluation order of expressions") is answered in
-  several topics.
+  hardly a word in common with the text that answers, and one ("evaluation order of expressions") is answered
+  in several topics.
 * AFTER_TUNING: 10 questions, written after the tuning was finished and asked once. 10 of 10 hit at the first
   try, 7 as the first topic and 3 as the second.
 * AFTER_REPAIR: a test then showed that short plurals ("slug", "slugs") did not match, and the n-grams of a
