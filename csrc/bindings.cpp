@@ -1,6 +1,7 @@
 // The module deep_kernels._C and the operators of torch.ops.deep_kernels: schemas and addresses.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 #include <torch/library.h>
 
 #include "ops/knobs.h"
@@ -140,7 +141,7 @@ py::dict to_python(const BuildReport& report) {
   py::dict result;
   result["entry"] = report.entry;
   result["origin"] = report.origin;
-  result["file"] = report.file;
+  result["file"] = to_text(report.file);
   result["about"] = report.about;
   result["seconds"] = report.seconds;
   return result;
@@ -178,11 +179,11 @@ py::list legal_specs(const std::string& arch) {
   return result;
 }
 
-py::object read_entry(const std::string& path) {
+py::object read_entry(const std::filesystem::path& path) {
   const cache::Loaded loaded = cache::load(path);
   if (!loaded.entry)
     throw ValueError(
-        fmt::format("{}: {}", path, loaded.fault.empty() ? "no such file" : loaded.fault));
+        fmt::format("{}: {}", path.string(), loaded.fault.empty() ? "no such file" : loaded.fault));
   py::dict result;
   result["about"] = loaded.entry->about;
   result["source"] = loaded.entry->source;
@@ -190,39 +191,54 @@ py::object read_entry(const std::string& path) {
   return result;
 }
 
-std::vector<std::string> cache_files(const std::string& folder) {
-  std::vector<std::string> names;
-  for (const auto& file : cache::files(folder)) names.push_back(file.string());
+py::list names_of(const std::vector<std::filesystem::path>& files) {
+  py::list names;
+  for (const std::filesystem::path& file : files) names.append(to_text(file.string()));
   return names;
 }
 
+CompileResult compile(const std::string& source, const std::vector<std::string>& options,
+                      Output output) {
+  const py::gil_scoped_release unlocked;
+  return Nvrtc::get().compile("source.cu", source, include_tree().headers, options, output);
+}
+
 py::tuple compile_text(const std::string& source, const std::vector<std::string>& options) {
-  CompileResult result;
-  {
-    const py::gil_scoped_release unlocked;
-    result = Nvrtc::get().compile("source.cu", source, include_tree().headers, options);
-  }
-  return py::make_tuple(result.ok, py::bytes(result.cubin), result.log);
+  const CompileResult result = compile(source, options, Output::cubin);
+  return py::make_tuple(result.ok, py::bytes(result.code), to_text(result.log));
+}
+
+py::tuple compile_to_ptx(const std::string& source, const std::vector<std::string>& options) {
+  const CompileResult result = compile(source, options, Output::ptx);
+  return py::make_tuple(result.ok, to_text(result.code), to_text(result.log));
 }
 
 void warn_in_python(const std::string& text) {
   const py::gil_scoped_acquire locked;
   // A warning turned into an error has no caller to go to here: it is printed.
-  if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 2) < 0) PyErr_WriteUnraisable(nullptr);
+  if (PyErr_WarnFormat(PyExc_RuntimeWarning, 2, "%s", text.c_str()) < 0)
+    PyErr_WriteUnraisable(nullptr);
+}
+
+template <class Error>
+void add_translator(py::handle type) {
+  static py::handle raised;
+  raised = type;
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      PyErr_SetObject(raised.ptr(), to_text(error.what()).ptr());
+    }
+  });
 }
 
 template <class Error>
 void add_error(py::module_& m, const char* name) {
   // Lives as long as the interpreter: translators outlast the module.
-  static py::handle type = py::exception<Error>(m, name, PyExc_RuntimeError).release();
+  const py::handle type = py::exception<Error>(m, name, PyExc_RuntimeError).release();
   type.attr("__module__") = "deep_kernels";
-  py::register_exception_translator([](std::exception_ptr pointer) {
-    try {
-      if (pointer) std::rethrow_exception(pointer);
-    } catch (const Error& error) {
-      py::set_error(type, error.what());
-    }
-  });
+  add_translator<Error>(type);
 }
 
 }  // namespace
@@ -230,13 +246,9 @@ void add_error(py::module_& m, const char* name) {
 PYBIND11_MODULE(_C, m) {
   add_error<UnsupportedError>(m, "UnsupportedError");
   add_error<CompileError>(m, "CompileError");
-  py::register_exception_translator([](std::exception_ptr pointer) {
-    try {
-      if (pointer) std::rethrow_exception(pointer);
-    } catch (const TypeError& error) {
-      py::set_error(PyExc_TypeError, error.what());
-    }
-  });
+  add_translator<ValueError>(PyExc_ValueError);
+  add_translator<TypeError>(PyExc_TypeError);
+  add_translator<DriverError>(PyExc_RuntimeError);
   set_warning_sink(warn_in_python);
 
   m.def("fp8_fp4_mqa_logits", mqa_logits_eager);
@@ -247,32 +259,49 @@ PYBIND11_MODULE(_C, m) {
   m.def("prepare", prepare);
   m.def("legal_specs", legal_specs);
   m.def("known_targets", known_targets);
+  m.def("tuning_rows", [] {
+    py::list rows;
+    for (const TuningRow& row : registry::tuning_rows())
+      rows.append(py::make_tuple(row.op, name_of(row.backend), row.gpu, row.choice));
+    return rows;
+  });
+  m.def("arch_of_card", [](int capability) {
+    const Arch arch = resolve_arch("arch_of_card", std::nullopt, capability);
+    return std::pair(std::string(name_of(arch.backend)), arch.target.name());
+  });
   m.def("mqa_schedule_length", [](int num_q, int num_heads, int num_sms) {
     return mqa_schedule_length(num_q, num_heads, num_sms);
   });
 
   m.def("num_sms", knobs::num_sms);
-  m.def("set_num_sms", knobs::set_num_sms);
+  m.def("set_num_sms", [](py::handle num_sms) {
+    knobs::set_num_sms(PythonArgs("set_num_sms").integer("num_sms", num_sms));
+  });
   m.def("pdl", knobs::pdl);
-  m.def("set_pdl", knobs::set_pdl);
+  m.def("set_pdl",
+        [](py::handle enable) { knobs::set_pdl(PythonArgs("set_pdl").boolean("enable", enable)); });
 
   m.def("set_package_folders", settings::set_package_folders);
-  m.def("cache_dir", [] { return settings::cache_dir().string(); });
-  m.def("prebuilt_dir", []() -> std::optional<std::string> {
+  m.def("cache_dir", [] { return to_text(settings::cache_dir().path.string()); });
+  m.def("prebuilt_dir", []() -> py::object {
     const auto folder = settings::prebuilt_dir();
-    return folder ? std::optional<std::string>(folder->string()) : std::nullopt;
+    return folder ? py::object(to_text(folder->string())) : py::none();
   });
-  m.def("cache_files", cache_files);
+  m.def("cache_files",
+        [](const std::filesystem::path& folder) { return names_of(cache::files(folder)); });
+  m.def("removable_files",
+        [](const std::filesystem::path& folder) { return names_of(cache::removable(folder)); });
   m.def("read_entry", read_entry);
-  m.def("clear_cache", [](const std::string& folder) { return cache::clear(folder); });
+  m.def("clear_cache", [](const std::filesystem::path& folder) { return cache::clear(folder); });
   m.def("compile_options", [](const std::string& target) {
     return store::compile_options(resolve_arch("compile", target, std::nullopt).target);
   });
   m.def("compile_text", compile_text);
+  m.def("compile_to_ptx", compile_to_ptx);
   m.def("include_digest", store::include_digest, py::call_guard<py::gil_scoped_release>());
   m.def("nvrtc", [] {
     const Nvrtc& nvrtc = Nvrtc::get();
-    return std::pair(nvrtc.path(), nvrtc.version());
+    return py::make_tuple(to_text(nvrtc.path()), nvrtc.version());
   });
   m.def("driver_version", driver::version);
   m.def("device_facts", [](int device) {

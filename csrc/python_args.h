@@ -18,6 +18,13 @@ namespace deep_kernels {
 
 namespace py = pybind11;
 
+// Messages and reports may hold file names, which need not be UTF-8: they come out as Python's own
+// file names do.
+inline py::str to_text(const std::string& bytes) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogateescape"));
+}
+
 // Reads the arguments of one call and watches whether it may skip the dispatcher.
 class PythonArgs {
  public:
@@ -54,12 +61,12 @@ class PythonArgs {
   }
   std::string text(const char* name, py::handle value) const {
     if (!PyUnicode_Check(value.ptr())) refuse(name, "a str", value);
-    return py::cast<std::string>(value);
+    return utf8(name, value);
   }
   std::optional<std::string> optional_text(const char* name, py::handle value) const {
     if (value.is_none()) return std::nullopt;
     if (!PyUnicode_Check(value.ptr())) refuse(name, "a str or None", value);
-    return py::cast<std::string>(value);
+    return utf8(name, value);
   }
   // The two items of a (values, scale) pair.
   std::pair<py::object, py::object> pair(const char* name, py::handle value) const {
@@ -79,10 +86,19 @@ class PythonArgs {
          DispatchKey::AutocastCUDA, DispatchKey::BackendSelect});
     const auto local = c10::impl::tls_local_dispatch_key_set();
     const c10::DispatchKeySet active = (keys_ | local.included_) - local.excluded_;
-    return exact_ && !at::impl::torch_function_mode_enabled() && (active - harmless).empty();
+    // Bits, because operator- of key sets keeps the backends.
+    return exact_ && !at::impl::torch_function_mode_enabled() &&
+           (active.raw_repr() & ~harmless.raw_repr()) == 0;
   }
 
  private:
+  std::string utf8(const char* name, py::handle value) const {
+    Py_ssize_t size = 0;
+    if (const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &size))
+      return std::string(text, static_cast<std::size_t>(size));
+    PyErr_Clear();  // a lone surrogate
+    throw ValueError(fmt::format("{}: {} must be text that UTF-8 can write", op_, name));
+  }
   static bool is_exact(py::handle value) {
     return reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == THPVariableClass ||
            reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == ParameterClass;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -12,18 +11,19 @@ from typing import Any
 
 import torch
 
-from . import _C
+from . import _C, _card
 
 CompileError = _C.CompileError
 UnsupportedError = _C.UnsupportedError
-
-_CORES_PER_SM = 128  # compute capability 8.9 to 12.0
 
 
 def _package_folders() -> list[str]:
     """Folders of installed packages that may hold NVRTC: torch's own, then nvidia's wheels."""
     folders = [str(Path(torch.__file__).parent / "lib")]
-    spec = importlib.util.find_spec("nvidia")
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):  # something else of that name was imported
+        spec = None
     for root in (spec.submodule_search_locations or []) if spec else []:
         folders += [str(path) for path in sorted(Path(root).glob("cu1*/lib"), reverse=True)]
         folders.append(str(Path(root) / "cuda_nvrtc" / "lib"))
@@ -33,27 +33,38 @@ def _package_folders() -> list[str]:
 _C.set_package_folders(_package_folders())
 
 
-def _capability() -> int | None:
-    """Compute capability of the current CUDA device as major * 10 + minor, or None without one."""
-    if not torch.cuda.is_available():
+def _capability(arch: str | None) -> int | None:
+    """The card that the answer depends on, or None; a named target and the CPU depend on none."""
+    if arch is not None and (arch == "cpu" or "sm_" in arch):
         return None
-    major, minor = torch.cuda.get_device_capability()
-    return major * 10 + minor
+    return _card.capability()
 
 
 def _words(op: str, case: Mapping[str, Any]) -> dict[str, str]:
     """A case as text, the form in which the C++ side reads it."""
-    if not isinstance(op, str):
-        raise TypeError(f"op must be a str, got {type(op).__name__}")
+    _check_text("op", op)
     for name, value in case.items():
+        _check_text(f"{op}: the name of a field", name)
         if not isinstance(value, (str, bool, int, torch.dtype)):
             raise TypeError(f"{op}: {name} must be a str, bool, int or torch.dtype, got {type(value).__name__}")
+        _check_text(f"{op}: {name}", str(value))
     return {name: str(value) for name, value in case.items()}
+
+
+def _check_text(what: str, value: str) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a str, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} must be text that UTF-8 can write, got {value!a}") from None
 
 
 def _check_arch(name: str, arch: str | None) -> None:
     if arch is not None and not isinstance(arch, str):
         raise TypeError(f"{name}: arch must be a str or None, got {type(arch).__name__}")
+    if arch is not None:
+        _check_text(f"{name}: arch", arch)
 
 
 def supported(op: str, arch: str | None = None, **case: Any) -> str | None:
@@ -72,7 +83,7 @@ def supported(op: str, arch: str | None = None, **case: Any) -> str | None:
         ValueError: no such op, field or word. TypeError: a value of another Python type.
     """
     _check_arch("supported", arch)
-    return _C.supported(op, arch, _words(op, case), _capability())
+    return _C.supported(op, arch, _words(op, case), _capability(arch))
 
 
 def prepare(
@@ -94,6 +105,14 @@ def prepare(
         ValueError, UnsupportedError: a case that `supported` refuses. CompileError: NVRTC is missing or fails.
     """
     _check_arch("prepare", arch)
+    if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool)):
+        raise TypeError(f"prepare: jobs must be an int or None, got {type(jobs).__name__}")
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"prepare: jobs must be 1 or more, got {jobs}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"prepare: progress must be callable or None, got {type(progress).__name__}")
+    if not isinstance(cases, Iterable):
+        raise TypeError(f"prepare: cases must be an iterable of dicts, got {type(cases).__name__}")
     requests = []
     for case in cases:
         if not isinstance(case, Mapping):
@@ -103,53 +122,31 @@ def prepare(
             raise ValueError(f"prepare: a case must name its op, got {fields}")
         op = fields.pop("op")
         requests.append((op, _words(op, fields)))
-    capability = _capability()
+    capability = _capability(arch)
     for op, words in requests:
         if reason := _C.supported(op, arch, words, capability):
             raise UnsupportedError(reason)
     results: list[list[dict[str, Any]]] = [[] for _ in requests]
-    with ThreadPoolExecutor(max_workers=jobs or len(os.sched_getaffinity(0))) as pool:
+    pool = ThreadPoolExecutor(max_workers=jobs or len(os.sched_getaffinity(0)))
+    try:
         futures = {pool.submit(_C.prepare, op, arch, words, capability): i for i, (op, words) in enumerate(requests)}
         for done, future in enumerate(as_completed(futures), start=1):
             results[futures[future]] = future.result()
             if progress is not None:
                 progress(done, len(requests))
+    finally:
+        pool.shutdown(cancel_futures=True)  # a failure or Ctrl-C does not wait for what has not begun
     return [report for reports in results for report in reports]
-
-
-def _card_num_sms() -> int | None:
-    """SM count of the first visible card, asked of NVML, which does not initialise CUDA."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        handle, cores = ctypes.c_void_p(), ctypes.c_uint()
-        if nvml.nvmlInit_v2() != 0:
-            return None
-        try:
-            if visible.isdecimal():
-                found = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(visible)), ctypes.byref(handle))
-            else:
-                found = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))
-            if found != 0 or nvml.nvmlDeviceGetNumGpuCores(handle, ctypes.byref(cores)) != 0:
-                return None
-        finally:
-            nvml.nvmlShutdown()
-    except (OSError, AttributeError):
-        return None
-    return cores.value // _CORES_PER_SM or None
 
 
 def get_num_sms() -> int:
     """SMs that kernels and schedules use: the value set, else the card's count, else 1. Never initialises CUDA."""
-    return _C.num_sms() or _card_num_sms() or 1
+    card = None if _C.num_sms() else _card.current_card()
+    return _C.num_sms() or (card and card.num_sms) or 1
 
 
 def set_num_sms(num_sms: int) -> None:
     """Limits the SMs that kernels and schedules of this process use; 0 goes back to all of them."""
-    if not isinstance(num_sms, int) or isinstance(num_sms, bool):
-        raise TypeError(f"set_num_sms: num_sms must be an int, got {type(num_sms).__name__}")
     _C.set_num_sms(num_sms)
 
 
@@ -160,6 +157,4 @@ def get_pdl() -> bool:
 
 def set_pdl(enable: bool) -> None:
     """Lets a kernel's prologue overlap the end of the kernel ahead of it (sm90 on); off by default."""
-    if not isinstance(enable, bool):
-        raise TypeError(f"set_pdl: enable must be a bool, got {type(enable).__name__}")
     _C.set_pdl(enable)

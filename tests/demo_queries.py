@@ -23,4 +23,15 @@ BEFORE_TUNING = (
 )
 
 # Written after the tuning was finished.
-AFTER_TUNING: tuple[tuple[str, str], ...] = ()
+AFTER_TUNING = (
+    ("exit from the nearest enclosing loop", "break"),
+    ("customize what happens when an attribute is set or deleted on an instance", "attribute-access"),
+    ("read a value out of a dictionary and give a default if the key is missing", "typesmapping"),
+    ("how do triple quoted strings handle newlines", "strings"),
+    ("precision and width of a number in a replacement field", "formatstrings"),
+    ("make a class usable as a container with __contains__", "sequence-types"),
+    ("what is the result of dividing two integers and the remainder", "binary"),
+    ("variable annotations without a value", "assignment"),
+    ("move up and down the stack frame while debugging", "debugger"),
+    ("run code only if no exception was raised in the try block", "try"),
+)

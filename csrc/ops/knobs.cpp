@@ -9,6 +9,8 @@
 namespace deep_kernels::knobs {
 
 namespace {
+constexpr int kMaxSms = 65535;  // no card comes near; schedules are sized by it
+
 std::atomic<int> wanted_sms = 0;
 std::atomic<bool> wanted_pdl = false;
 }  // namespace
@@ -18,10 +20,11 @@ std::optional<int> num_sms() {
   return value > 0 ? std::optional<int>(value) : std::nullopt;
 }
 
-void set_num_sms(int value) {
-  if (value < 0)
-    throw ValueError(fmt::format("set_num_sms: num_sms must be 0 (all) or more, got {}", value));
-  wanted_sms.store(value, std::memory_order_relaxed);
+void set_num_sms(std::int64_t value) {
+  if (value < 0 || value > kMaxSms)
+    throw ValueError(
+        fmt::format("set_num_sms: num_sms must be 0 (all) or up to {}, got {}", kMaxSms, value));
+  wanted_sms.store(static_cast<int>(value), std::memory_order_relaxed);
 }
 
 bool pdl() { return wanted_pdl.load(std::memory_order_relaxed); }

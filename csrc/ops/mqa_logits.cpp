@@ -173,10 +173,12 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::T
 struct CleanRow {
   Backend backend;
   Clean placement;
+  const char* gpu;  // that it was measured on
 };
 constexpr CleanRow kCleanTable[] = {
-    {Backend::sm90, Clean::concurrent},
-    {Backend::sm89, Clean::deferred},  // its warps have no roles: nobody is free to fill meanwhile
+    {Backend::sm90, Clean::concurrent, "NVIDIA H200"},
+    // Its warps have no roles: nobody is free to fill meanwhile.
+    {Backend::sm89, Clean::deferred, nullptr},
 };
 
 // concurrent or deferred: overrules the table.
@@ -196,18 +198,20 @@ std::optional<Clean> parse_placement(const std::string& where, const std::string
   throw ValueError(fmt::format("{} must be concurrent or deferred, got '{}'", where, text));
 }
 
+std::optional<Clean> placement_setting() {
+  const auto text = settings::of_op(kCleanVariable);
+  return text ? parse_placement(kCleanVariable, *text) : std::nullopt;
+}
+
 MqaLogitsCase case_of(const MqaLogitsCall& call, const Problem& p) {
-  MqaLogitsCase wanted{.format = p.format,
-                       .num_heads = static_cast<int>(p.num_heads),
-                       .head_dim = static_cast<int>(p.head_dim),
-                       .weights_dtype = contract_dtype(call.weights.scalar_type()),
-                       .logits_dtype = contract_dtype(call.logits_dtype),
-                       .clean = call.clean,
-                       .metadata = call.schedule.has_value(),
-                       .placement = std::nullopt};
-  if (const auto placement = settings::of_op(kCleanVariable))
-    wanted.placement = parse_placement(kCleanVariable, *placement);
-  return wanted;
+  return {.format = p.format,
+          .num_heads = static_cast<int>(p.num_heads),
+          .head_dim = static_cast<int>(p.head_dim),
+          .weights_dtype = contract_dtype(call.weights.scalar_type()),
+          .logits_dtype = contract_dtype(call.logits_dtype),
+          .clean = call.clean,
+          .metadata = call.schedule.has_value(),
+          .placement = placement_setting()};
 }
 
 Arch arch_of_call(const char* op, const std::optional<std::string>& arch, c10::Device device) {
@@ -325,9 +329,18 @@ MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
       reduction && *reduction != "exact" && *reduction != "folded")
     throw ValueError(fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'", reader.op(),
                                  *reduction));
+  wanted.placement = placement_setting();
   if (const auto placement = reader.take("clean_placement"))
     wanted.placement = parse_placement(reader.op() + ": clean_placement", *placement);
   return wanted;
+}
+
+std::vector<TuningRow> mqa_logits_tuning() {
+  std::vector<TuningRow> rows;
+  for (const CleanRow& row : kCleanTable)
+    rows.push_back({kOp, row.backend, row.gpu ? row.gpu : "",
+                    fmt::format("clean_logits fills {}", name_of(row.placement))});
+  return rows;
 }
 
 std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend) {

@@ -6,9 +6,11 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "deep_kernels/contract/mqa_logits.h"
 #include "ops/case.h"
+#include "ops/tuning.h"
 #include "runtime/arch.h"
 #include "runtime/source.h"
 
@@ -53,6 +55,9 @@ MqaLogitsCase read_mqa_logits_case(CaseReader& reader);
 std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend);
 // The Spec for a case that is not refused.
 MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch);
+
+// What was measured, for the inspector: the card behind each choice that is not arithmetic.
+std::vector<TuningRow> mqa_logits_tuning();
 
 KernelText kernel_text(const MqaLogitsSpec& spec);
 KernelText kernel_text(const MqaScheduleSpec& spec);

@@ -84,8 +84,8 @@ const Op& find(const std::string& name) {
 
 std::optional<Arch> arch_or_cpu(const Op& op, const std::optional<std::string>& arch,
                                 std::optional<int> capability) {
-  if (arch && *arch == name_of(Backend::cpu)) return std::nullopt;
-  if (!arch && !capability && !settings::arch()) return std::nullopt;
+  const std::optional<std::string> wanted = arch ? arch : settings::arch();
+  if (wanted ? *wanted == name_of(Backend::cpu) : !capability) return std::nullopt;
   return resolve_arch(op.name, arch, capability);
 }
 
@@ -140,5 +140,7 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   for_each_mqa_schedule_spec(Backend::sm89, add);
   return specs;
 }
+
+std::vector<TuningRow> tuning_rows() { return mqa_logits_tuning(); }
 
 }  // namespace deep_kernels::registry

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ops/case.h"
+#include "ops/tuning.h"
 #include "runtime/store.h"
 
 namespace deep_kernels::registry {
@@ -30,5 +31,8 @@ struct LegalSpec {
   std::function<BuildReport()> build;
 };
 std::vector<LegalSpec> legal_specs(const std::string& arch);
+
+// The measured choices of all ops.
+std::vector<TuningRow> tuning_rows();
 
 }  // namespace deep_kernels::registry

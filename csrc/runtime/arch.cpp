@@ -23,6 +23,7 @@ std::optional<Target> parse_target(const std::string& text) {
     number = number * 10 + (text[i] - '0');
   const std::string suffix = text.substr(i);
   if (number < 10 || (suffix != "" && suffix != "a" && suffix != "f")) return std::nullopt;
+  if (number < (suffix == "f" ? 100 : suffix == "a" ? 90 : 0)) return std::nullopt;
   return Target{static_cast<u16>(number), suffix.empty() ? '\0' : suffix[0]};
 }
 
@@ -88,6 +89,8 @@ Arch resolve_arch(const std::string& op, const std::optional<std::string>& text,
     return arch;
   }
 
+  if (*wanted == name_of(Backend::cpu))
+    throw UnsupportedError(fmt::format("{}: backend cpu runs on CPU tensors only", op));
   const std::size_t colon = wanted->find(':');
   const std::string first = wanted->substr(0, colon);
   const std::optional<Backend> backend = parse_backend(first);
@@ -95,9 +98,9 @@ Arch resolve_arch(const std::string& op, const std::optional<std::string>& text,
       parse_target(colon == std::string::npos ? first : wanted->substr(colon + 1));
   if (colon == std::string::npos ? !backend && !target : !backend || !target)
     throw ValueError(fmt::format(
-        "{}: arch must be a backend (sm89, sm90, sm100), a target such as sm_90a, or both as "
+        "{}: {} must be a backend (sm89, sm90, sm100), a target such as sm_90a, or both as "
         "sm89:sm_90a, got '{}'",
-        op, *wanted));
+        op, text ? "arch" : "DEEP_KERNELS_ARCH", *wanted));
   if (target) {
     arch = {backend.value_or(backend_of(*target)), *target};
   } else {

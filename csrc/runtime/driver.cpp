@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "runtime/errors.h"
+#include "runtime/fork_gate.h"
 
 namespace deep_kernels::driver {
 
@@ -59,7 +60,11 @@ int attribute(int device, int id) {
 }  // namespace
 
 const Api& api() {
+  static std::atomic<const Api*> known = nullptr;
+  if (const Api* table = known.load(std::memory_order_acquire)) return *table;
+  const ForkGate gate;
   static const Api table = load();
+  known.store(&table, std::memory_order_release);
   return table;
 }
 

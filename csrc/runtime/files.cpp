@@ -1,13 +1,17 @@
 #include "runtime/files.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 namespace deep_kernels {
 
 namespace {
+
+constexpr std::size_t kMaxFileBytes = std::size_t{1} << 28;  // no kernel and no header comes near
 
 class Descriptor {
  public:
@@ -38,17 +42,24 @@ int write_all(int descriptor, std::string_view data) {
 }  // namespace
 
 int read_file(const std::filesystem::path& path, std::string& data) {
-  const Descriptor file(path, O_RDONLY);
+  const Descriptor file(path, O_RDONLY | O_NONBLOCK);  // a pipe must not wait for its writer
   if (file.number() < 0) return errno;
-  data.clear();
-  char buffer[1 << 16];
-  for (;;) {
-    const ssize_t count = read(file.number(), buffer, sizeof(buffer));
+  struct stat facts{};
+  if (fstat(file.number(), &facts) != 0) return errno;
+  if (S_ISDIR(facts.st_mode)) return EISDIR;
+  if (!S_ISREG(facts.st_mode)) return ENOTSUP;
+  if (static_cast<std::size_t>(facts.st_size) > kMaxFileBytes) return EFBIG;
+  data.resize(static_cast<std::size_t>(facts.st_size));
+  std::size_t filled = 0;
+  while (filled < data.size()) {
+    const ssize_t count = read(file.number(), data.data() + filled, data.size() - filled);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return errno;
-    if (count == 0) return 0;
-    data.append(buffer, static_cast<std::size_t>(count));
+    if (count == 0) break;  // became shorter meanwhile
+    filled += static_cast<std::size_t>(count);
   }
+  data.resize(filled);
+  return 0;
 }
 
 int write_new_file(const std::filesystem::path& path,
@@ -58,6 +69,18 @@ int write_new_file(const std::filesystem::path& path,
   for (const std::string_view part : parts)
     if (const int fault = write_all(file.number(), part)) return fault;
   return fsync(file.number()) == 0 ? 0 : errno;
+}
+
+std::vector<std::filesystem::path> list_folder(const std::filesystem::path& folder) {
+  std::vector<std::filesystem::path> found;
+  std::error_code error;
+  std::filesystem::directory_iterator next(folder, error);
+  while (!error && next != std::filesystem::directory_iterator()) {
+    found.push_back(next->path());
+    next.increment(error);
+  }
+  std::sort(found.begin(), found.end());
+  return found;
 }
 
 }  // namespace deep_kernels

@@ -10,10 +10,13 @@
 #include "runtime/digest.h"
 #include "runtime/errors.h"
 #include "runtime/files.h"
+#include "runtime/fork_gate.h"
 
 namespace deep_kernels {
 
 namespace {
+
+constexpr int kMaxDepth = 8;  // of folders; links may form a loop
 
 // The extension lies in the package beside its include folder.
 std::filesystem::path include_folder() {
@@ -23,19 +26,29 @@ std::filesystem::path include_folder() {
   return std::filesystem::absolute(info.dli_fname).parent_path() / "include";
 }
 
+// Names come from the folders walked through, never from where links lead: some installers make
+// every file of a package a link into their own store.
+void add_headers(IncludeTree& tree, const std::filesystem::path& folder, const std::string& prefix,
+                 int depth) {
+  for (const std::filesystem::path& path : list_folder(folder)) {
+    const std::string name = prefix + path.filename().string();
+    const std::string extension = path.extension().string();
+    std::error_code ignored;
+    if (std::filesystem::is_directory(path, ignored)) {
+      if (depth < kMaxDepth) add_headers(tree, path, name + "/", depth + 1);
+    } else if (extension == ".h" || extension == ".cuh") {
+      std::string text;
+      if (const int fault = read_file(path, text))
+        throw CompileError(fmt::format("{}: {}", path.string(), std::strerror(fault)));
+      tree.headers.push_back({name, std::move(text)});
+    }
+  }
+}
+
 IncludeTree read_tree() {
   const std::filesystem::path root = include_folder();
   IncludeTree tree;
-  std::error_code error;
-  for (const auto& file : std::filesystem::recursive_directory_iterator(root, error)) {
-    const std::string extension = file.path().extension().string();
-    if (extension != ".h" && extension != ".cuh") continue;
-    std::string text;
-    if (const int fault = read_file(file.path(), text))
-      throw CompileError(fmt::format("{}: {}", file.path().string(), std::strerror(fault)));
-    tree.headers.push_back(
-        {std::filesystem::relative(file.path(), root).generic_string(), std::move(text)});
-  }
+  add_headers(tree, root, "", 0);
   if (tree.headers.empty())
     throw CompileError(fmt::format("the device headers are missing from {}", root.string()));
   std::sort(tree.headers.begin(), tree.headers.end(),
@@ -49,6 +62,7 @@ IncludeTree read_tree() {
 }  // namespace
 
 const IncludeTree& include_tree() {
+  const ForkGate gate;
   static const IncludeTree tree = read_tree();
   return tree;
 }

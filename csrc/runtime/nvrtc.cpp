@@ -11,11 +11,15 @@
 #include <optional>
 
 #include "runtime/errors.h"
+#include "runtime/files.h"
+#include "runtime/fork_gate.h"
 #include "runtime/settings.h"
 
 namespace deep_kernels {
 
 namespace {
+
+constexpr int kOldestMajor = 12;  // C++20
 
 // "libnvrtc.so.13", "libnvrtc-1234.so.12", ... but not its helper libraries.
 bool is_nvrtc(const std::string& file) {
@@ -38,11 +42,9 @@ std::optional<std::string> loaded_nvrtc() {
 
 std::vector<std::string> packaged_nvrtcs() {
   std::vector<std::string> found;
-  for (const std::string& folder : settings::package_folders()) {
-    std::error_code ignored;
-    for (const auto& file : std::filesystem::directory_iterator(folder, ignored))
-      if (is_nvrtc(file.path().filename().string())) found.push_back(file.path().string());
-  }
+  for (const std::filesystem::path& folder : settings::package_folders())
+    for (const std::filesystem::path& file : list_folder(folder))
+      if (is_nvrtc(file.filename().string())) found.push_back(file.string());
   return found;
 }
 
@@ -59,7 +61,7 @@ std::vector<std::string> candidates() {
 template <class Function>
 void bind(void* library, const char* name, const std::string& path, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, name));
-  if (function == nullptr) throw CompileError(fmt::format("NVRTC at {} lacks {}", path, name));
+  if (function == nullptr) throw CompileError(fmt::format("{} lacks {}", path, name));
 }
 
 }  // namespace
@@ -71,25 +73,38 @@ Nvrtc::Nvrtc(void* library, std::string path) : path_(std::move(path)) {
   bind(library, "nvrtcCompileProgram", path_, compile_);
   bind(library, "nvrtcGetCUBINSize", path_, cubin_size_);
   bind(library, "nvrtcGetCUBIN", path_, cubin_);
+  bind(library, "nvrtcGetPTXSize", path_, ptx_size_);
+  bind(library, "nvrtcGetPTX", path_, ptx_);
   bind(library, "nvrtcGetProgramLogSize", path_, log_size_);
   bind(library, "nvrtcGetProgramLog", path_, log_);
   bind(library, "nvrtcGetErrorString", path_, error_string_);
   int major = 0, minor = 0;
   version_call_(&major, &minor);
   version_ = fmt::format("{}.{}", major, minor);
+  if (major < kOldestMajor)
+    throw CompileError(
+        fmt::format("{} is version {}, {}.0 or newer is needed", path_, version_, kOldestMajor));
 }
 
 Nvrtc Nvrtc::load() {
   std::vector<std::string> failures;
   for (const std::string& path : candidates()) {
-    if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) {
-      Dl_info info{};
-      if (dladdr(dlsym(library, "nvrtcVersion"), &info) != 0 && info.dli_fname != nullptr)
-        return Nvrtc(library, info.dli_fname);
-      return Nvrtc(library, path);
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      failures.push_back(dlerror());
+      continue;
     }
-    failures.push_back(dlerror());
+    Dl_info info{};
+    const bool known = dladdr(dlsym(library, "nvrtcVersion"), &info) != 0 && info.dli_fname;
+    try {
+      return Nvrtc(library, known ? info.dli_fname : path);
+    } catch (const CompileError& error) {
+      failures.push_back(error.what());  // stays loaded: others in this process may use it
+    }
   }
+  if (const auto named = settings::nvrtc())
+    throw CompileError(fmt::format("DEEP_KERNELS_NVRTC names '{}', which is no NVRTC to use: {}",
+                                   *named, fmt::join(failures, "; ")));
   throw CompileError(fmt::format(
       "NVRTC was not found: install a CUDA build of torch or the package nvidia-cuda-nvrtc, or set "
       "DEEP_KERNELS_NVRTC to the library; tried: {}",
@@ -97,13 +112,15 @@ Nvrtc Nvrtc::load() {
 }
 
 const Nvrtc& Nvrtc::get() {
+  const ForkGate gate;
   static const Nvrtc nvrtc = load();  // a failure is retried by the next call
   return nvrtc;
 }
 
 CompileResult Nvrtc::compile(const std::string& name, const std::string& source,
                              const std::vector<Header>& headers,
-                             const std::vector<std::string>& options) const {
+                             const std::vector<std::string>& options, Output output) const {
+  const ForkGate gate;
   const auto begin = std::chrono::steady_clock::now();
   std::vector<const char*> names, texts, flags;
   for (const Header& header : headers) {
@@ -129,7 +146,7 @@ CompileResult Nvrtc::compile(const std::string& name, const std::string& source,
         "nvrtcCreateProgram");
   const int compiled = compile_(guard.program, static_cast<int>(flags.size()), flags.data());
 
-  CompileResult result{.ok = compiled == 0, .cubin = {}, .log = {}, .seconds = 0};
+  CompileResult result{.ok = compiled == 0, .code = {}, .log = {}, .seconds = 0};
   std::size_t size = 0;
   check(log_size_(guard.program, &size), "nvrtcGetProgramLogSize");
   result.log.resize(size);
@@ -138,9 +155,13 @@ CompileResult Nvrtc::compile(const std::string& name, const std::string& source,
   if (compiled != 0) {
     result.log = fmt::format("{}\n{}", error_string_(compiled), result.log);
   } else {
-    check(cubin_size_(guard.program, &size), "nvrtcGetCUBINSize");
-    result.cubin.resize(size);
-    check(cubin_(guard.program, result.cubin.data()), "nvrtcGetCUBIN");
+    const bool ptx = output == Output::ptx;
+    check((ptx ? ptx_size_ : cubin_size_)(guard.program, &size),
+          ptx ? "nvrtcGetPTXSize" : "nvrtcGetCUBINSize");
+    result.code.resize(size);
+    check((ptx ? ptx_ : cubin_)(guard.program, result.code.data()),
+          ptx ? "nvrtcGetPTX" : "nvrtcGetCUBIN");
+    while (ptx && !result.code.empty() && result.code.back() == '\0') result.code.pop_back();
   }
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
   result.seconds = elapsed.count();

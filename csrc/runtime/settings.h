@@ -9,7 +9,11 @@
 namespace deep_kernels::settings {
 
 // DEEP_KERNELS_CACHE_DIR, else the XDG cache folder, else a per-user temporary folder.
-std::filesystem::path cache_dir();
+struct CacheDir {
+  std::filesystem::path path;
+  bool in_public_place;  // where every user of the machine may have made the folder before us
+};
+CacheDir cache_dir();
 // DEEP_KERNELS_PREBUILT_DIR: a read-only folder of entries that is asked first.
 std::optional<std::filesystem::path> prebuilt_dir();
 // DEEP_KERNELS_NVRTC: the NVRTC library to load, before any other place.
@@ -25,7 +29,7 @@ bool line_info();
 std::optional<std::string> of_op(const char* variable);
 
 // Folders of Python packages that may hold NVRTC, found by the Python package at import.
-void set_package_folders(std::vector<std::string> folders);
-const std::vector<std::string>& package_folders();
+void set_package_folders(std::vector<std::filesystem::path> folders);
+const std::vector<std::filesystem::path>& package_folders();
 
 }  // namespace deep_kernels::settings

@@ -4,6 +4,8 @@
 #include <fmt/ranges.h>
 #include <pthread.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -22,9 +24,6 @@ namespace deep_kernels::store {
 
 namespace {
 
-// Goes up when the generated text or the meaning of a key changes.
-constexpr int kSchema = 1;
-
 struct HashKey {
   std::size_t operator()(const SpecKey& key) const {
     std::uint64_t hash = 0;
@@ -36,39 +35,64 @@ struct HashKey {
   }
 };
 
+struct Built {
+  cache::Entry entry;
+  BuildReport report;
+};
+
 // One build in flight: the first thread builds, the others wait for the outcome.
-struct Build {
+struct Flight {
   std::mutex lock;
   std::condition_variable done;
   bool finished = false;
-  Module* module = nullptr;
+  std::shared_ptr<const Built> built;
   std::exception_ptr failure;
+
+  void finish(std::shared_ptr<const Built> result, std::exception_ptr error) {
+    {
+      const std::scoped_lock held(lock);
+      finished = true;
+      built = std::move(result);
+      failure = std::move(error);
+    }
+    done.notify_all();
+  }
+  std::shared_ptr<const Built> wait() {
+    std::unique_lock held(lock);
+    done.wait(held, [&] { return finished; });
+    if (failure) std::rethrow_exception(failure);
+    return built;
+  }
 };
 
 struct State {
   std::shared_mutex lock;
   std::unordered_map<SpecKey, std::unique_ptr<Module>, HashKey> modules;
-  std::unordered_map<SpecKey, std::shared_ptr<Build>, HashKey> builds;
+  std::unordered_map<std::string, std::shared_ptr<Flight>> flights;  // by entry
+  // What no folder took, by file name.
+  std::unordered_map<std::string, std::shared_ptr<const Built>> unsaved;
 };
 
-// Never destroyed: at process exit the driver may be gone before the modules.
-State*& state() {
-  static State* current = [] {
-    // A child of fork must not wait for locks that a thread of its parent held: it starts clean,
-    // and the parent's kernels, useless there, stay where they are.
-    pthread_atfork(nullptr, nullptr, [] { state() = new State; });
-    return new State;
-  }();
-  return current;
-}
+// Never destroyed: at process exit the driver may be gone before the modules. A child of fork must
+// not wait for locks that a thread of its parent held: it starts clean, and the parent's kernels,
+// useless there, stay where they are.
+State* state = new State;
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { state = new State; });
 
 std::string key_text(const BuildRequest& request) {
   KeyText key;
-  key.add(fmt::format("schema {}", kSchema)).add(request.op).add(request.spec_json);
+  key.add(fmt::format("schema {}", cache::kSchema)).add(request.op).add(request.spec_json);
   key.add(request.target.name());
   for (const std::string& option : compile_options(request.target)) key.add(option);
   key.add(include_digest());
+  // The ten lines themselves, so that a version that writes them differently never meets the other.
+  key.add(request.source(request.spec, request.text, "entry"));
   return key.text();
+}
+
+std::string entry_name(const BuildRequest& request) {
+  return fmt::format("dk_{}_{}_{}", request.op, request.target.name(),
+                     hex_digest(key_text(request), 16));
 }
 
 std::string about_json(const BuildRequest& request, const std::string& entry, const Nvrtc& nvrtc,
@@ -100,11 +124,25 @@ std::string numbered(const std::string& text) {
   return lines;
 }
 
+// The end of a sentence that begins with the kernel.
+std::string searched_places() {
+  std::string places = settings::cache_dir().path.string();
+  if (const auto prebuilt = settings::prebuilt_dir())
+    places = fmt::format("{} and {}", prebuilt->string(), places);
+  return places;
+}
+
 [[noreturn]] void refuse_compile(const BuildRequest& request) {
   throw CompileError(fmt::format(
-      "{} for {} is neither in memory nor in {} and DEEP_KERNELS_NO_COMPILE=1 forbids compiling "
-      "it: {}",
-      request.op, request.target.name(), settings::cache_dir().string(), request.spec_text));
+      "{} for {} is neither in memory nor in {}, and DEEP_KERNELS_NO_COMPILE=1 forbids compiling "
+      "it; spec: {}",
+      request.op, request.target.name(), searched_places(), request.spec_text));
+}
+
+[[noreturn]] void refuse_without_nvrtc(const BuildRequest& request, const std::string& reason) {
+  throw CompileError(
+      fmt::format("{} for {} is neither in memory nor in {} and cannot be compiled; spec: {}; {}",
+                  request.op, request.target.name(), searched_places(), request.spec_text, reason));
 }
 
 cache::Entry compile(const BuildRequest& request, const std::string& entry, const Nvrtc& nvrtc) {
@@ -119,14 +157,9 @@ cache::Entry compile(const BuildRequest& request, const std::string& entry, cons
         request.op, request.target.name(), request.spec_text, fmt::join(options, " "),
         nvrtc.version(), nvrtc.path(), result.log, numbered(built.source)));
   built.about = about_json(request, entry, nvrtc, result);
-  built.cubin = result.cubin;
+  built.cubin = result.code;
   return built;
 }
-
-struct Built {
-  cache::Entry entry;
-  BuildReport report;
-};
 
 std::optional<cache::Entry> load_or_warn(const std::filesystem::path& file) {
   cache::Loaded loaded = cache::load(file);
@@ -135,45 +168,108 @@ std::optional<cache::Entry> load_or_warn(const std::filesystem::path& file) {
   return std::move(loaded.entry);
 }
 
-// Prebuilt folder, cache folder, compiler, in this order.
-Built load_or_compile(const BuildRequest& request) {
-  const auto begin = std::chrono::steady_clock::now();
-  const std::string key = hex_digest(key_text(request), 16);
-  const std::string entry = fmt::format("dk_{}_{}_{}", request.op, request.target.name(), key);
-  const auto report = [&](const char* origin, const std::string& file, const std::string& about) {
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-    return BuildReport{entry, origin, file, about, elapsed.count()};
-  };
+std::shared_ptr<const Built> make_built(const std::string& entry, const char* origin,
+                                        const std::string& file, cache::Entry&& content) {
+  BuildReport report{entry, origin, file, content.about, 0};
+  return std::make_shared<const Built>(Built{std::move(content), std::move(report)});
+}
 
-  // Prebuilt entries serve any NVRTC, or none: only the name up to the version must fit.
-  if (const auto folder = settings::prebuilt_dir()) {
-    for (const auto& file : cache::files(*folder, entry + "-nvrtc")) {
-      if (auto found = load_or_warn(file)) {
-        BuildReport origin = report("prebuilt", file.string(), found->about);
-        return {std::move(*found), std::move(origin)};
-      }
-    }
-  }
-  // Without NVRTC any cached version still runs; with it, its own version is asked for.
+std::shared_ptr<const Built> load_any_version(const std::filesystem::path& folder,
+                                              const std::string& entry, const char* origin) {
+  for (const auto& file : cache::files(folder, cache::file_prefix(entry)))
+    if (auto found = load_or_warn(file))
+      return make_built(entry, origin, file.string(), std::move(*found));
+  return nullptr;
+}
+
+// Entries of the prebuilt folder serve any NVRTC, or none.
+std::shared_ptr<const Built> load_prebuilt(const std::string& entry) {
+  const auto folder = settings::prebuilt_dir();
+  if (!folder) return nullptr;
+  std::error_code ignored;
+  static std::atomic<bool> warned = false;
+  if (!std::filesystem::is_directory(*folder, ignored) && !warned.exchange(true))
+    warn(fmt::format("deep_kernels: DEEP_KERNELS_PREBUILT_DIR names {}, where there is no folder",
+                     folder->string()));
+  return load_any_version(*folder, entry, "prebuilt");
+}
+
+std::shared_ptr<const Built> find_unsaved(const std::string& file_name) {
+  const std::shared_lock lock(state->lock);
+  const auto found = state->unsaved.find(file_name);
+  return found == state->unsaved.end() ? nullptr : found->second;
+}
+
+// Prebuilt folder, cache folder, compiler, in this order.
+std::shared_ptr<const Built> load_or_compile(const BuildRequest& request,
+                                             const std::string& entry) {
+  if (auto found = load_prebuilt(entry)) return found;
+
+  const settings::CacheDir dir = settings::cache_dir();
+  const bool use_disk = !dir.in_public_place || cache::make_private(dir.path);
   const bool no_compile = settings::no_compile();
   const Nvrtc* nvrtc = nullptr;
   try {
     nvrtc = &Nvrtc::get();
-  } catch (const CompileError&) {
-    if (!no_compile) throw;
-    refuse_compile(request);
+  } catch (const CompileError& error) {
+    // Without NVRTC any cached version still runs; with it, its own version is asked for.
+    if (use_disk)
+      if (auto found = load_any_version(dir.path, entry, "cache")) return found;
+    if (no_compile) refuse_compile(request);
+    refuse_without_nvrtc(request, error.what());
   }
-  const std::filesystem::path file =
-      settings::cache_dir() / fmt::format("{}-nvrtc{}{}", entry, nvrtc->version(), cache::kSuffix);
-  if (auto found = load_or_warn(file)) {
-    BuildReport origin = report("cache", file.string(), found->about);
-    return {std::move(*found), std::move(origin)};
-  }
+  const std::string name = cache::file_name(entry, nvrtc->version());
+  const std::filesystem::path file = dir.path / name;
+  if (use_disk)
+    if (auto found = load_or_warn(file))
+      return make_built(entry, "cache", file.string(), std::move(*found));
+  if (auto found = find_unsaved(name)) return found;
   if (no_compile) refuse_compile(request);
   cache::Entry compiled = compile(request, entry, *nvrtc);
-  const bool saved = cache::save(file, compiled);
-  BuildReport origin = report("compiled", saved ? file.string() : "", compiled.about);
-  return {std::move(compiled), std::move(origin)};
+  const bool saved = use_disk && cache::save(file, compiled);
+  auto built = make_built(entry, "compiled", saved ? file.string() : "", std::move(compiled));
+  if (!saved) {
+    auto kept = std::make_shared<Built>(*built);
+    kept->report.origin = "memory";
+    const std::unique_lock lock(state->lock);
+    state->unsaved.emplace(name, std::move(kept));
+  }
+  return built;
+}
+
+struct Obtained {
+  std::shared_ptr<const Built> built;
+  bool by_other_thread;
+};
+
+// load_or_compile, once for all threads that ask for one entry at a time.
+Obtained obtain(const BuildRequest& request, const std::string& entry) {
+  State& current = *state;
+  std::shared_ptr<Flight> flight;
+  bool mine = false;
+  {
+    const std::unique_lock lock(current.lock);
+    std::shared_ptr<Flight>& slot = current.flights[entry];
+    mine = slot == nullptr;
+    if (mine) slot = std::make_shared<Flight>();
+    flight = slot;
+  }
+  if (!mine) return {flight->wait(), true};
+
+  std::shared_ptr<const Built> built;
+  std::exception_ptr failure;
+  try {
+    built = load_or_compile(request, entry);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  {
+    const std::unique_lock lock(current.lock);
+    current.flights.erase(entry);  // a failed build may be tried again
+  }
+  flight->finish(built, failure);
+  if (failure) std::rethrow_exception(failure);
+  return {std::move(built), false};
 }
 
 }  // namespace
@@ -194,57 +290,30 @@ std::vector<std::string> compile_options(const Target& target) {
 }
 
 Module* find(const SpecKey& key) {
-  State& current = *state();
+  State& current = *state;
   const std::shared_lock lock(current.lock);
   const auto found = current.modules.find(key);
   return found == current.modules.end() ? nullptr : found->second.get();
 }
 
 Module& build(const SpecKey& key, const BuildRequest& request) {
-  State& current = *state();
-  std::shared_ptr<Build> flight;
-  bool mine = false;
-  {
-    const std::unique_lock lock(current.lock);
-    const auto found = current.modules.find(key);
-    if (found != current.modules.end()) return *found->second;
-    std::shared_ptr<Build>& slot = current.builds[key];
-    mine = slot == nullptr;
-    if (mine) slot = std::make_shared<Build>();
-    flight = slot;
-  }
-  if (!mine) {
-    std::unique_lock lock(flight->lock);
-    flight->done.wait(lock, [&] { return flight->finished; });
-    if (flight->failure) std::rethrow_exception(flight->failure);
-    return *flight->module;
-  }
-
-  std::unique_ptr<Module> module;
-  std::exception_ptr failure;
-  try {
-    Built built = load_or_compile(request);
-    module = std::make_unique<Module>(built.report.entry, std::move(built.entry.cubin));
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  Module* result = module.get();
-  {
-    const std::unique_lock lock(current.lock);
-    if (module) current.modules.emplace(key, std::move(module));
-    current.builds.erase(key);  // a failed build may be tried again
-  }
-  {
-    const std::scoped_lock lock(flight->lock);
-    flight->finished = true;
-    flight->module = result;
-    flight->failure = failure;
-  }
-  flight->done.notify_all();
-  if (failure) std::rethrow_exception(failure);
-  return *result;
+  const std::string entry = entry_name(request);
+  const std::shared_ptr<const Built> built = obtain(request, entry).built;
+  State& current = *state;
+  const std::unique_lock lock(current.lock);
+  std::unique_ptr<Module>& slot = current.modules[key];  // another thread may have been faster
+  if (slot == nullptr) slot = std::make_unique<Module>(entry, built->entry.cubin);
+  return *slot;
 }
 
-BuildReport prepare(const BuildRequest& request) { return load_or_compile(request).report; }
+BuildReport prepare(const BuildRequest& request) {
+  const auto begin = std::chrono::steady_clock::now();
+  const Obtained obtained = obtain(request, entry_name(request));
+  BuildReport report = obtained.built->report;
+  if (obtained.by_other_thread) report.origin = "memory";
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+  report.seconds = elapsed.count();
+  return report;
+}
 
 }  // namespace deep_kernels::store

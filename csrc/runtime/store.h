@@ -36,7 +36,7 @@ struct BuildRequest {
 // How a kernel came to be.
 struct BuildReport {
   std::string entry;   // dk_<op>_<target>_<key>
-  std::string origin;  // "memory", "prebuilt", "cache" or "compiled"
+  std::string origin;  // "prebuilt", "cache", "memory" or "compiled"
   std::string file;    // where it lies on disk; empty if nowhere
   std::string about;   // the entry's JSON
   double seconds;
@@ -44,12 +44,13 @@ struct BuildReport {
 
 namespace store {
 
-// The loaded kernel, or null.
+// The kernel that calls use, or null.
 Module* find(const SpecKey& key);
-// Builds it, or waits for the thread that already does. Different keys build in parallel.
+// Finds it on disk or compiles it; then it stays in memory.
 Module& build(const SpecKey& key, const BuildRequest& request);
-// The same without a GPU and without keeping it in memory: for compiling ahead. Always asks the
-// disk.
+// The same without a GPU and without keeping what is on disk: for compiling ahead. Always asks the
+// disk. What the disk did not take stays in memory ("memory" is where it comes from then), and so
+// does what another thread has just built. Different keys build in parallel, one key once.
 BuildReport prepare(const BuildRequest& request);
 
 // Part of every key: the digest of the shipped include tree.

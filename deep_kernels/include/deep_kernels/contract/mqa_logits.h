@@ -205,9 +205,9 @@ struct MqaLogitsSpec {
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
   constexpr i32 spill_limit_bytes() const { return 0; }
-  // wgmma instructions that the machine code must hold: two copies of the stage (with and without
-  // edge tests), four 64-row tiles each, head_dim / 32 k-steps. ptxas can drop some silently.
-  constexpr i32 num_wgmma() const { return backend == Backend::sm90 ? 2 * 4 * head_dim / 32 : 0; }
+  // wgmma instructions that the machine code must hold: a stage's four 64-row tiles, and one tile
+  // with edge tests in a loop, head_dim / 32 k-steps each. ptxas can drop some silently.
+  constexpr i32 num_wgmma() const { return backend == Backend::sm90 ? (4 + 1) * head_dim / 32 : 0; }
 
   constexpr i32 grid(const MqaLogitsArgs& args, i32 num_sms) const {
     const i64 chunks = i64{mqa_num_blocks(args.num_q, num_heads)} *

@@ -69,11 +69,13 @@ enum class Barrier : u32 {  // 0 belongs to sync_threads
 template <MqaLogitsSpec S>
 DK_DEVICE void init_barriers(Smem<S>& smem) {
   if (ptx::thread_index() == 0) {
+    DK_NO_UNROLL
     for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
       ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 2);
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), kMathWarps);
     }
+    DK_NO_UNROLL
     for (i32 i = 0; i < S.kv_stages; ++i) {
       ptx::mbarrier_init(ptx::smem_addr(&smem.kv_filled[i]), 1);
       ptx::mbarrier_init(ptx::smem_addr(&smem.kv_drained[i]), kMathWarps);
@@ -163,6 +165,7 @@ DK_DEVICE void load_queries(const Maps& maps, Smem<S>& smem, i32 slot, i32 block
   constexpr i32 kOctets = kMqaQueryRows / 8;
   const u32 filled = ptx::smem_addr(&smem.query_filled[slot]);
   const u32 rows = ptx::smem_addr(&smem.query[slot][0][0]);
+  DK_NO_UNROLL
   for (i32 octet = ptx::lane_index(); octet < kOctets; octet += 32) {
     const i32 column = octet % (kMqaGroupRows / 8) * 8;
     const i32 token = block * S.tokens_per_block() +
@@ -179,6 +182,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
   auto slots = tile::Ring<S.query_slots()>::filler();
   const MqaCut begin = stored_cut(smem.schedule, 0);
   const MqaCut end = stored_cut(smem.schedule, 1);
+  DK_NO_UNROLL
   for (i32 block = begin.block; block <= end.block && block < num_blocks; ++block) {
     auto& unit = smem.unit[slots.slot];
     ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
@@ -187,6 +191,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     const i32 last = block == end.block ? min_of(end.chunk, span.num_chunks) : span.num_chunks;
     if (first >= last) continue;
     const u32 query_filled = ptx::smem_addr(&smem.query_filled[slots.slot]);
+    ptx::sync_warp();  // the windows of all lanes are written before lane 0 posts the unit
     if (lane == 0) {
       ptx::store_shared_i32(ptx::smem_addr(&unit.row), block * S.tokens_per_block());
       ptx::store_shared_i32(ptx::smem_addr(&unit.kv_begin), span.begin + first * kMqaChunkRows);
@@ -219,6 +224,7 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
   constexpr u32 kBytes = S.kv_stage_bytes() + S.kv_stage_rows() * sizeof(float);
   auto units = tile::Ring<S.query_slots()>::drainer();
   auto stages = tile::Ring<S.kv_stages>::filler();
+  DK_NO_UNROLL
   for (;; units.next()) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_posted[units.slot]), units.parity);
     const auto& unit = smem.unit[units.slot];
@@ -265,7 +271,7 @@ struct Math {
     const i64 origin = ptx::load_shared_i64(ptx::smem_addr(&unit.origin[token_of(slot)]));
     return static_cast<Logit*>(args.logits) + origin + kv_row + tile_row;
   }
-  // Starts the scores of one tile: x is valid after finish_score.
+  // Starts the scores of one tile: x is valid after a wait.
   DK_DEVICE void start_score(float (&x)[64], u32 kv) const {
     ptx::wgmma_fence();
     DK_UNROLL
@@ -274,11 +280,6 @@ struct Math {
                                  Descriptor::make(query_low + 2 * k), k > 0);
     ptx::wgmma_commit_group();
   }
-  static DK_DEVICE void finish_score(float (&x)[64]) {
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_accumulators_ready(x);
-  }
-
   template <bool kEdge>
   DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], const float* scale, i32 tile,
                        const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
@@ -309,30 +310,42 @@ struct Math {
     }
   }
 
+  // Scores, head sums and stores of 64 kv rows.
+  template <bool kEdge>
+  DK_DEVICE void one_tile(i32 tile, u32 kv, u32 scales, const Unit<S.tokens_per_block()>& unit,
+                          float scale_up, i32 kv_row) const {
+    float x[64];
+    start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
+    float scale[Sum::kRows];
+    DK_UNROLL
+    for (i32 i = 0; i < Sum::kRows; ++i)
+      scale[i] = ptx::load_shared_f32(scales + 4 * (tile * kTileRows + 8 * i)) * scale_up;
+    ptx::wgmma_wait_group<0>(x);
+    if (tile == kTiles - 1) {  // rows and scales are read: the stage may be refilled
+      ptx::sync_warp();
+      if (ptx::lane_index() == 0)
+        ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
+    }
+    float sum[Sum::kSlots][2];
+    float kept[Sum::kSlots][Sum::kRows];
+    Sum::add_all(sum, x, weight);
+    Sum::join(kept, sum);
+    store<kEdge>(kept, scale, tile, unit, kv_row);
+  }
+
   template <bool kEdge>
   DK_DEVICE void stage(const Unit<S.tokens_per_block()>& unit, float scale_up, i32 kv_row) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
     const u32 scales = ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + 4 * tile_row;
     const u32 kv = kv_low + stages.slot * (S.kv_stage_bytes() >> 4);
-    DK_UNROLL
-    for (i32 tile = 0; tile < kTiles; ++tile) {
-      float x[64];
-      start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
-      float scale[Sum::kRows];
+    if constexpr (kEdge) {  // few of them: one copy of the tile, which compiles faster
+      DK_NO_UNROLL
+      for (i32 tile = 0; tile < kTiles; ++tile)
+        one_tile<kEdge>(tile, kv, scales, unit, scale_up, kv_row);
+    } else {
       DK_UNROLL
-      for (i32 i = 0; i < Sum::kRows; ++i)
-        scale[i] = ptx::load_shared_f32(scales + 4 * (tile * kTileRows + 8 * i)) * scale_up;
-      finish_score(x);
-      if (tile == kTiles - 1) {  // rows and scales are read: the stage may be refilled
-        ptx::sync_warp();
-        if (ptx::lane_index() == 0)
-          ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
-      }
-      float sum[Sum::kSlots][2];
-      float kept[Sum::kSlots][Sum::kRows];
-      Sum::add_all(sum, x, weight);
-      Sum::join(kept, sum);
-      store<kEdge>(kept, scale, tile, unit, kv_row);
+      for (i32 tile = 0; tile < kTiles; ++tile)
+        one_tile<kEdge>(tile, kv, scales, unit, scale_up, kv_row);
     }
     stages.next();
     if constexpr (kKeepsPointers) out += S.kv_stage_rows();
@@ -356,6 +369,7 @@ struct Math {
     tile_row = ptx::warp_index() % 4 * 16 + Sum::row();
     stages = tile::Ring<S.kv_stages>::drainer();
     auto units = tile::Ring<S.query_slots()>::drainer();
+    DK_NO_UNROLL
     for (;; units.next()) {
       ptx::mbarrier_wait(ptx::smem_addr(&smem.query_filled[units.slot]), units.parity);
       const auto& unit = smem.unit[units.slot];

@@ -70,6 +70,7 @@ DK_DEVICE i64 cost_of_blocks(const Args& args, BlockRange blocks) {
   using Scan = SpanScan<kTokens>;
   const i32 lane = ptx::lane_index();
   i64 cost = 0;
+  DK_NO_UNROLL
   for (i32 block = blocks.begin; block < blocks.end; block += Scan::kBlocks) {
     const MqaSpan span = Scan::load(args, block);
     const bool counts = lane % Scan::kLanes == 0 && block + lane / Scan::kLanes < blocks.end;
@@ -86,6 +87,7 @@ template <i32 kTokens, class Args, class Visit>
 DK_DEVICE void for_each_block(const Args& args, BlockRange blocks, i64 position, Visit&& visit) {
   using Scan = SpanScan<kTokens>;
   const i32 lane = ptx::lane_index();
+  DK_NO_UNROLL
   for (i32 first = blocks.begin; first < blocks.end; first += Scan::kBlocks) {
     const i32 block = first + lane / Scan::kLanes;
     const MqaSpan span = Scan::load(args, first);
@@ -129,6 +131,7 @@ DK_DEVICE ScheduleSums sum_costs(const Args& args, BlockRange blocks, i32 warp,
   if (ptx::lane_index() == 0) ptx::store_shared_i64(ptx::smem_addr(&scratch.warp_cost[warp]), cost);
   ptx::sync_threads();
   ScheduleSums sums{0, 0};
+  DK_NO_UNROLL
   for (i32 i = 0; i < kWarps; ++i) {
     const i64 other = ptx::load_shared_i64(ptx::smem_addr(&scratch.warp_cost[i]));
     sums.before += i < warp ? other : 0;
@@ -155,6 +158,7 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
   }
   for_each_block<kTokens>(args, blocks, sums.before, [&](i32 block, i64 begin, MqaSpan span) {
     const i64 end = begin + mqa_block_cost(span.num_chunks);
+    DK_UNROLL
     for (i32 side = 0; side < 2; ++side) {
       if (position[side] >= begin && position[side] < end)
         store_cut(scratch, side, mqa_cut_in_block(block, position[side] - begin, span.num_chunks));
@@ -168,6 +172,7 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
 DK_DEVICE MqaCut load_cut(const MqaLogitsArgs& args, i32 num_blocks, i32 run, i32 num_runs) {
   const i32 index = static_cast<i32>(i64{run} * (args.num_cuts - 1) / num_runs);
   i64 largest = 0;
+  DK_NO_UNROLL
   for (i32 i = 1 + ptx::lane_index(); i <= index; i += 32) {
     const i32 block = clamp_to(ptx::load_global(args.schedule + 2 * i64{i}), 0, num_blocks);
     const i32 chunk = max_of(ptx::load_global(args.schedule + 2 * i64{i} + 1), 0);
