@@ -29,7 +29,7 @@ from deep_kernels import formats
 HEAD_DIM = 128
 MAX_TERMS = 16  # the rarest are kept; the rows of the call grow with the heads, so its work is quadratic here
 NGRAM_SIZES = (3, 4)
-PREFIX_SIZES = (4, 5, 6, 7)  # with the mark of the word's begin: forms of a word differ at its end
+PREFIX_SIZES = (4, 5, 6, 7)  # n-grams at the marked begin of a word once more: its forms differ at the end
 MAX_NGRAM_CHARS = 64  # of one word; its whole spelling counts in any case
 WHOLE_WORD_WEIGHT = 1.0  # of a word's full spelling, in units of its average n-gram
 CONTEXT_WEIGHT = 0.35  # of each direct neighbour, in units of the token itself
@@ -44,7 +44,7 @@ WORD_DIMS = [dim for dim in range(HEAD_DIM) if dim not in BIAS_DIMS]
 THRESHOLD = len(BIAS_DIMS) * BIAS * BIAS
 PERFECT_MATCH = 1 / math.sqrt(1 + 2 * CONTEXT_WEIGHT**2) - THRESHOLD  # of a term with its own token
 SIMILAR = 0.6  # cosine from which two words count as forms of one, for the rarity
-STRONG = 0.45  # fraction of a perfect match from which a token is a hit
+STRONG = 0.4  # fraction of a perfect match from which a token is a hit
 WEAK = 0.15  # fraction of a perfect match below which it is noise
 TELLING = 0.25  # rarity, in units of the rarest term, from which a term can make a hit
 
@@ -56,7 +56,7 @@ MIN_TOKENS, MIN_DEDENT_TOKENS, MAX_TOKENS = 40, 15, 120
 # headings above it, the matches of its whole document, and the best single position for the whole query.
 # Matches m saturate as m / (m + k * (length / average length) ^ exponent), the form of BM25 (Robertson,
 # Zaragoza: The Probabilistic Relevance Framework, section 3.4). Tuned on queries of tests/demo_queries.py;
-# a change of one of them by a third moves at most one of 61 queries into or out of the first three.
+# a change of one of them by a third moves at most one of 101 queries into or out of the first three.
 PASSAGE_K, PASSAGE_EXPONENT = 1.5, 0.3
 DOCUMENT_K, DOCUMENT_EXPONENT = 6.0, 1.0
 HEADING_WEIGHT = 0.8
@@ -163,7 +163,7 @@ def load_file(path: str) -> Corpus:
     except FileNotFoundError:
         raise DemoError(f"there is no file {path}") from None
     except IsADirectoryError:
-        raise DemoError(f"{path} is a folder, not a text file") from None
+        raise DemoError(f"{path or repr(path)} is a folder, not a text file") from None
     except (OSError, ValueError) as error:
         raise DemoError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not data.strip():
@@ -328,9 +328,9 @@ class WordVectors:
 
 
 def _ngrams(word: str) -> list[str]:
-    marked = f"<{word[:MAX_NGRAM_CHARS]}>"
+    marked = f"<{word[:MAX_NGRAM_CHARS]}"
     grams = [marked[at : at + size] for size in NGRAM_SIZES for at in range(len(marked) - size + 1)]
-    return grams + [marked[:size] for size in PREFIX_SIZES if size < len(marked)]
+    return (grams or [marked]) + [marked[:size] for size in PREFIX_SIZES if size <= len(marked)]
 
 
 def _hashed_signs(grams: Iterable[str]) -> Tensor:
