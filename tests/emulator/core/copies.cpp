@@ -88,8 +88,9 @@ u32 swizzled(u32 addr, Swizzle swizzle) {
 }
 
 // What the driver's encoder refuses. Source: CUDA Driver API, cuTensorMapEncodeTiled.
-void check_map(const MapDescription& map, Place at) {
+void check_map(const MapDescription& map, bool is_parameter, Place at) {
   const auto refuse = [&](const std::string& what) { fail("tensor-map", "tensor map: " + what, at); };
+  if (!is_parameter) refuse("it is not a parameter of the kernel but a copy of one");
   if (map.rank < 1 || map.rank > MapDescription::kMaxRank)
     refuse(format("rank %d must be from 1 to 5", map.rank));
   if (reinterpret_cast<u64>(map.base) % 16 != 0)
@@ -139,15 +140,17 @@ void load_row(const TmaCopy& copy, const i32* position, u8* row) {
 
 }  // namespace
 
-void prefetch_map(const MapDescription& map, At at) { check_map(map, place_of(at)); }
+void prefetch_map(const MapDescription& map, bool is_parameter, At at) {
+  check_map(map, is_parameter, place_of(at));
+}
 
-void tma_load(u32 smem, const MapDescription& map, u32 barrier_addr, i32 rank, const i32* coordinates,
-              At at) {
+void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier_addr, i32 rank,
+              const i32* coordinates, At at) {
   maybe_yield();
   const Place place = place_of(at);
   Thread& thread = self();
   thread.touched_global = true;
-  check_map(map, place);
+  check_map(map, is_parameter, place);
   if (map.rank != rank)
     fail("tensor-map", format("a %d-D load through a tensor map of rank %d", rank, map.rank), place);
   const u32 bytes = box_bytes(map);

@@ -93,9 +93,8 @@ void mbarrier_wait(u32 barrier, u32 parity, At at);
 void fence_mbarrier_init(At at);
 void fence_proxy_async(At at);
 
-// `map` lies in the parameters of the kernel.
-void prefetch_map(const MapDescription& map, At at);
-void tma_load(u32 smem, const MapDescription& map, u32 barrier, i32 rank, const i32* coordinates,
+void prefetch_map(const MapDescription& map, bool is_parameter, At at);
+void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier, i32 rank, const i32* coordinates,
               At at);
 void grid_dependency_wait(At at);
 

@@ -38,11 +38,13 @@ std::string short_file(const std::string& file) {
 }  // namespace
 
 std::string format(const char* pattern, ...) {
-  char text[4096];
-  va_list arguments;
+  va_list arguments, again;
   va_start(arguments, pattern);
-  std::vsnprintf(text, sizeof(text), pattern, arguments);
+  va_copy(again, arguments);
+  std::string text(static_cast<std::size_t>(std::vsnprintf(nullptr, 0, pattern, arguments)), ' ');
   va_end(arguments);
+  std::vsnprintf(text.data(), text.size() + 1, pattern, again);
+  va_end(again);
   return text;
 }
 

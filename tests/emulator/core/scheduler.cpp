@@ -114,10 +114,18 @@ std::string describe_wait(const Thread& thread) {
   return "for nothing";
 }
 
+// Who waits for what; warps that wait alike share a line, and so do the lanes of a warp.
 [[noreturn]] void report_deadlock() {
-  std::string table = "all threads wait and nothing is on its way";
+  std::vector<std::pair<std::string, std::vector<i32>>> rows;
+  const auto add = [&](i32 warp, const std::string& text) {
+    for (auto& [known, warps] : rows) {
+      if (known != text) continue;
+      warps.push_back(warp);
+      return;
+    }
+    rows.push_back({text, {warp}});
+  };
   for (i32 w = 0; w < machine.num_warps; ++w) {
-    // Lanes that wait alike share a line.
     std::map<std::pair<Place, i32>, u32> groups;
     u32 exited = 0;
     for (i32 lane = 0; lane < kWarp; ++lane) {
@@ -127,17 +135,30 @@ std::string describe_wait(const Thread& thread) {
       else
         groups[{thread.waits_at, static_cast<i32>(thread.waits)}] |= 1u << lane;
     }
-    const char* role = machine.threads[w * kWarp].role;
     for (const auto& [key, mask] : groups) {
       const Thread& thread = machine.threads[w * kWarp + lowest_bit(mask)];
-      table += format("\n  warp %2d %-10s %-14s waits at %s %s", w, thread.role,
-                      lane_mask_text(mask).c_str(), place_name(thread.waits_at).c_str(),
-                      describe_wait(thread).c_str());
+      add(w, format("%-10s %-14s waits at %s %s", thread.role, lane_mask_text(mask).c_str(),
+                    place_name(thread.waits_at).c_str(), describe_wait(thread).c_str()));
     }
     if (exited != 0)
-      table += format("\n  warp %2d %-10s %-14s ended", w, role, lane_mask_text(exited).c_str());
+      add(w, format("%-10s %-14s ended", machine.threads[w * kWarp].role,
+                    lane_mask_text(exited).c_str()));
   }
-  fail("deadlock", format("block %d: ", identity.block) + table, 0);
+  std::string table;
+  for (const auto& [text, warps] : rows) {
+    std::string names;
+    for (std::size_t i = 0; i < warps.size(); ++i) {
+      std::size_t last = i;
+      while (last + 1 < warps.size() && warps[last + 1] == warps[last] + 1) ++last;
+      names += format(i == 0 ? "%d" : ",%d", warps[i]);
+      if (last > i) names += format("-%d", warps[last]);
+      i = last;
+    }
+    table += format("\n  %-6s %-8s %s", warps.size() > 1 ? "warps" : "warp", names.c_str(),
+                    text.c_str());
+  }
+  fail("deadlock",
+       format("block %d: all threads wait and nothing is on its way", identity.block) + table, 0);
 }
 
 void check_end_of_block() {

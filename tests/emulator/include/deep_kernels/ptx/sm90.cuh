@@ -5,9 +5,16 @@
 
 namespace deep_kernels::ptx {
 
-// Here a tensor map is its plain description.
+// Here a tensor map is its plain description. It counts how often it was copied: the instructions
+// take parameters of the kernel alone, which are copies of what the host has given.
 struct alignas(64) TensorMap {
   MapDescription description;
+  u8 copies;
+
+  TensorMap() = default;
+  TensorMap(const TensorMap& other)
+      : description(other.description), copies(static_cast<u8>(other.copies + 1)) {}
+  bool is_parameter() const { return copies == 1; }
 };
 static_assert(sizeof(TensorMap) == 128);
 
@@ -31,21 +38,32 @@ inline void fence_proxy_async(At at = At::current()) { emulator::fence_proxy_asy
 // --- TMA ----------------------------------------------------------------------------------------
 
 inline void prefetch_tensor_map(const TensorMap& map, At at = At::current()) {
-  emulator::prefetch_map(map.description, at);
+  emulator::prefetch_map(map.description, map.is_parameter(), at);
 }
 inline void tma_load_1d(u32 smem, const TensorMap& map, u32 barrier, i32 x, At at = At::current()) {
   const i32 coordinates[] = {x};
-  emulator::tma_load(smem, map.description, barrier, 1, coordinates, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 1, coordinates, at);
 }
 inline void tma_load_2d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y,
                         At at = At::current()) {
   const i32 coordinates[] = {x, y};
-  emulator::tma_load(smem, map.description, barrier, 2, coordinates, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 2, coordinates, at);
 }
 inline void tma_load_3d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z,
                         At at = At::current()) {
   const i32 coordinates[] = {x, y, z};
-  emulator::tma_load(smem, map.description, barrier, 3, coordinates, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 3, coordinates, at);
+}
+
+inline void tma_load_4d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z, i32 w,
+                        At at = At::current()) {
+  const i32 coordinates[] = {x, y, z, w};
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 4, coordinates, at);
+}
+inline void tma_load_5d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z, i32 w,
+                        i32 v, At at = At::current()) {
+  const i32 coordinates[] = {x, y, z, w, v};
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 5, coordinates, at);
 }
 
 // --- wgmma --------------------------------------------------------------------------------------
