@@ -105,6 +105,11 @@ def core_library() -> Path:
     return target
 
 
+def source_roots(include: Path) -> list[Path]:
+    """Folders that hold the text of a kernel built with this include folder."""
+    return [include / "deep_kernels", EMULATOR_INCLUDE / "deep_kernels", cache_folder()]
+
+
 def kernel_library(
     source: str, entry: str, *, include: Path = PACKAGE_INCLUDE, flags: Sequence[str] = ("-O1",)
 ) -> Path:
@@ -126,6 +131,8 @@ def kernel_library(
         path = cache_folder() / f"{entry}_{key}.cpp"
         path.write_text(text)
         folders = [f"-I{EMULATOR_INCLUDE}", f"-I{include}", f"-I{HERE}"]
+        # Reports name files by where they lie in an include folder, wherever that was.
+        folders += [f"-ffile-prefix-map={root}/=" for root in source_roots(include)]
         command = [compiler(), *FLAGS, "-g1", *flags, *folders, "-shared", str(path), str(core)]
         _compile([*command, f"-Wl,-rpath,{core.parent}"], target)
     return target

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -14,6 +16,10 @@ from . import build
 
 _MAP_BYTES = 120  # sizeof(MapDescription)
 _ENCODED_BYTES = 128  # sizeof(ptx::TensorMap)
+
+
+# Variables that the kernel does not initialise hold a pattern that no one could take for a value.
+DEFAULT_FLAGS = ("-O1", "-ftrivial-auto-var-init=pattern")
 
 
 class EmulatorError(Exception):
@@ -41,7 +47,7 @@ class _Launch(ctypes.Structure):
         ("kernel", ctypes.c_char_p),
         ("entry", ctypes.c_void_p),
         ("params", ctypes.POINTER(ctypes.c_void_p)),
-        ("include_roots", ctypes.c_char_p),
+        ("source_roots", ctypes.c_char_p),
         ("tensors", ctypes.POINTER(_Tensor)),
         ("num_tensors", ctypes.c_int),
         ("grid", ctypes.c_int),
@@ -69,7 +75,7 @@ class Emulator:
     """How launches run: which headers, which flags, which order of threads."""
 
     include: Path = build.PACKAGE_INCLUDE
-    flags: Sequence[str] = ("-O1",)
+    flags: Sequence[str] = DEFAULT_FLAGS
     seed: int = 0
     trace_file: str | None = None
     launches: list[dict[str, Any]] = field(default_factory=list)  # what ran, without addresses
@@ -111,12 +117,12 @@ class Emulator:
             keep.append((shape, steps))
             tensor.name, tensor.data, tensor.sizes, tensor.strides = name.encode(), data, shape, steps
             tensor.rank, tensor.element_bytes, tensor.writable = len(sizes), element_bytes, int(writable)
-        roots = f"{self.include}/deep_kernels:{build.EMULATOR_INCLUDE}/deep_kernels:{build.cache_folder()}"
+        roots = ":".join(str(root) for root in build.source_roots(self.include))
         request = _Launch(
             kernel=launch["entry"].encode(),
             entry=ctypes.cast(library.dk_emulator_entry, ctypes.c_void_p),
             params=params,
-            include_roots=roots.encode(),
+            source_roots=roots.encode(),
             tensors=tensors,
             num_tensors=len(tensors),
             grid=launch["grid"],
@@ -133,6 +139,21 @@ class Emulator:
     def with_seed(self, seed: int) -> Emulator:
         """The same with another order of threads and copies."""
         return replace(self, seed=seed, launches=[])
+
+
+def compile_ahead(run: Callable[[], None], flags: Sequence[str] = DEFAULT_FLAGS) -> None:
+    """Compiles the kernels that `run` would launch, on all cores; nothing is launched."""
+    wanted: dict[str, str] = {}
+
+    def note(launch: dict[str, Any]) -> None:
+        wanted[launch["source"]] = launch["entry"]
+
+    with installed(note):
+        run()
+    build.core_library()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for job in [pool.submit(build.kernel_library, *kernel, flags=flags) for kernel in wanted.items()]:
+            job.result()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ struct DkLaunch {
   const char* kernel;
   void (*entry)(void* const* params);  // of the kernel's library, once per thread
   void* const* params;
-  const char* include_roots;  // ':'-separated folders that are cut off file names in reports
+  const char* source_roots;  // ':'-separated folders that file names in reports are relative to
   const struct DkTensor* tensors;
   int num_tensors;
   int grid;

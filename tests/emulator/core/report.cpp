@@ -21,18 +21,13 @@ std::map<std::string, std::vector<std::string>> texts;
 
 const std::vector<std::string>& lines_of(const std::string& file) {
   auto [entry, fresh] = texts.try_emplace(file);
-  if (fresh) {
-    std::ifstream stream(file);
+  if (!fresh) return entry->second;
+  std::istringstream roots(machine.launch->source_roots);
+  for (std::string root; entry->second.empty() && std::getline(roots, root, ':');) {
+    std::ifstream stream(root + "/" + file);
     for (std::string line; std::getline(stream, line);) entry->second.push_back(line);
   }
   return entry->second;
-}
-
-std::string short_file(const std::string& file) {
-  std::istringstream roots(machine.launch->include_roots);
-  for (std::string root; std::getline(roots, root, ':');)
-    if (file.starts_with(root + "/")) return file.substr(root.size() + 1);
-  return file;
 }
 
 }  // namespace
@@ -63,7 +58,7 @@ Place place_of(At at) {
 std::string place_name(Place place) {
   if (place == 0) return "nowhere";
   const At& at = places[place - 1];
-  return format("%s:%u", short_file(at.file_name()).c_str(), at.line());
+  return format("%s:%u", at.file_name(), at.line());
 }
 
 std::string place_line(Place place) {
