@@ -18,8 +18,8 @@ namespace deep_kernels::emulator {
 
 namespace {
 constexpr int kMaxStacks = 1025;
-constexpr std::size_t kPage = 4096;
-constexpr std::size_t kPitch = kStackBytes + kPage;
+constexpr std::size_t kGuard = 64 * 1024;  // more than a frame is likely to skip
+constexpr std::size_t kPitch = kStackBytes + kGuard;
 }  // namespace
 
 char* Stacks::stack(int index) {
@@ -31,16 +31,16 @@ char* Stacks::stack(int index) {
       std::abort();
     }
     base_ = static_cast<char*>(mapped);
-    for (int i = 0; i < kMaxStacks; ++i) mprotect(base_ + i * kPitch, kPage, PROT_NONE);
+    for (int i = 0; i < kMaxStacks; ++i) mprotect(base_ + i * kPitch, kGuard, PROT_NONE);
   }
-  return base_ + index * kPitch + kPage;
+  return base_ + index * kPitch + kGuard;
 }
 
 int Stacks::guard_of(const void* address) const {
   const auto offset = static_cast<const char*>(address) - base_;
   if (base_ == nullptr || offset < 0 || offset >= static_cast<std::ptrdiff_t>(kMaxStacks * kPitch))
     return -1;
-  return offset % kPitch < kPage ? static_cast<int>(offset / kPitch) : -1;
+  return offset % kPitch < kGuard ? static_cast<int>(offset / kPitch) : -1;
 }
 
 #if defined(__x86_64__)

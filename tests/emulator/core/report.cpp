@@ -1,5 +1,6 @@
 #include "report.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <fstream>
@@ -17,6 +18,13 @@ bool have_fault = false;
 Fault fault;
 std::vector<At> places;
 std::unordered_map<const void*, Place> known_places;
+// In front of it, since every call of ptx/ asks.
+constexpr std::size_t kRecent = 1024;
+struct Recent {
+  const void* key;
+  Place place;
+};
+Recent recent_places[kRecent];
 std::map<std::string, std::vector<std::string>> texts;
 
 const std::vector<std::string>& lines_of(const std::string& file) {
@@ -47,12 +55,15 @@ Place place_of(At at) {
   // One object per place in the text: its address is the key.
   static_assert(sizeof(At) == sizeof(void*));
   const void* key = std::bit_cast<const void*>(at);
-  const auto found = known_places.find(key);
-  if (found != known_places.end()) return found->second;
-  places.push_back(at);
-  const auto place = static_cast<Place>(places.size());
-  known_places.emplace(key, place);
-  return place;
+  Recent& recent = recent_places[std::bit_cast<u64>(key) / 8 % kRecent];
+  if (recent.key == key) return recent.place;
+  const auto [found, fresh] = known_places.try_emplace(key, 0);
+  if (fresh) {
+    places.push_back(at);
+    found->second = static_cast<Place>(places.size());
+  }
+  recent = {key, found->second};
+  return found->second;
 }
 
 std::string place_name(Place place) {
@@ -74,6 +85,7 @@ std::string place_line(Place place) {
 void forget_places() {
   places.clear();
   known_places.clear();
+  std::fill(std::begin(recent_places), std::end(recent_places), Recent{});
   texts.clear();
   have_fault = false;
 }

@@ -22,7 +22,7 @@ void thread_main() {
   const Warp& warp = machine.warps[thread.warp()];
   if (warp.arrived != 0)
     fail("divergence",
-         format("the thread ends while lanes of its warp (mask %08x) wait for it in a converged "
+         format("the thread ends while the lanes %08x of its warp wait for it in a converged "
                 "operation",
                 warp.arrived) +
              cite("they wait at", warp.place),
