@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,8 +10,8 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
-from emulator import CompilerMissing, Emulator, build, installed
-from emulator.cases import MQA_CASES, MqaCase, MqaInputs, e4m3_values, environment, hash_bits, run_mqa
+from emulator import CompilerMissing, Emulator, build, card, installed
+from emulator.cases import MQA_CASES, MqaCase, MqaInputs, checksum, e4m3_values, environment, hash_bits, run_mqa
 from emulator.driver import compile_ahead
 from emulator.memory import guarded
 from torch import Tensor
@@ -75,6 +76,30 @@ def test_logits_agree_with_the_oracle(case: MqaCase, arch: str) -> None:
     assert logits.dtype == case.logits_dtype
     assert logits.stride(0) * logits.element_size() % 1024 == 0
     oracle.assert_agrees(logits, wanted, inside, LIMITS[case.logits_dtype])
+
+
+@pytest.mark.parametrize("arch", card.ARCHES)
+@pytest.mark.parametrize("case", card.CASES, ids=str)
+def test_bits_are_those_of_the_card(case: MqaCase, arch: str) -> None:
+    """Against checksums recorded on an H200 by tests/emulator/record_card.py."""
+    digest, checksums = card.recorded()
+    keys = card.keys(case, arch)
+    if not all(key in checksums for key in keys):
+        pytest.skip("no card has been recorded for this Spec: run tests/emulator/record_card.py on one")
+    inputs = case.make_inputs()
+    found = []
+    with installed(Emulator(), case.num_sms):
+        if case.metadata:
+            schedule = card.schedule_of(case, inputs.starts, inputs.ends, card.ARCHES[arch])
+            found.append(hashlib.sha256(schedule.numpy().tobytes()).hexdigest())
+        found.append(checksum(case, inputs, run_mqa(case, inputs, card.ARCHES[arch])))
+    wanted = [checksums[key] for key in keys]
+    if found != wanted and digest != card.include_digest():
+        pytest.skip(
+            f"differs from what a card computed with headers {digest[:12]}, which are not these "
+            f"({card.include_digest()[:12]}): run tests/emulator/record_card.py on one"
+        )
+    assert found == wanted
 
 
 BASE = MqaCase(num_q=19, num_kv=530, num_heads=64, head_dim=64, windows="ragged", seed=7)

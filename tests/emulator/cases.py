@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,11 +55,13 @@ class MqaCase:
     windows: str = "ragged"  # or "causal", "sparse", "full"
     num_sms: int = 3
     seed: int = 1
+    special: bool = False  # NaN, infinities, huge and tiny values among the inputs
 
     def __str__(self) -> str:
         words = [f"{self.num_q}x{self.num_kv}", f"h{self.num_heads}", f"d{self.head_dim}", self.clean, self.windows]
         words += [str(dtype).removeprefix("torch.") for dtype in (self.weights_dtype, self.logits_dtype)]
         words += [f"k{self.max_seqlen_k}"] * (self.max_seqlen_k > 0) + ["metadata"] * self.metadata
+        words += ["special"] * self.special
         return "-".join([*words, f"sms{self.num_sms}"])
 
     def make_windows(self) -> tuple[Tensor, Tensor]:
@@ -79,13 +82,26 @@ class MqaCase:
     def make_inputs(self) -> MqaInputs:
         """The tensors of the call, on the CPU."""
         scales = 2.0 ** (hash_bits(self.seed + 3, self.num_kv) % 5 - 2)
-        return MqaInputs(
+        inputs = MqaInputs(
             e4m3_values(self.seed, self.num_q, self.num_heads, self.head_dim),
             e4m3_values(self.seed + 1, self.num_kv, self.head_dim),
             (scales * (1 + exact_values(self.seed + 4, self.num_kv).abs())).to(torch.float32),
             exact_values(self.seed + 2, self.num_q, self.num_heads, dtype=self.weights_dtype),
             *self.make_windows(),
         )
+        if self.special:
+            self._make_special(inputs)
+        return inputs
+
+    def _make_special(self, inputs: MqaInputs) -> None:
+        """Puts every kind of special value into some rows and leaves others as they are."""
+        inputs.q.view(torch.uint8)[1::7, 0, 3] = 0x7F
+        inputs.kv.view(torch.uint8)[5::31, 1] = 0xFF
+        inputs.kv.view(torch.uint8)[6::31] &= 0x87  # zeros and subnormals
+        for i, scale in enumerate((0.0, 2.0**-140, 2.0**100, float("inf"), float("nan"))):
+            inputs.kv_scale[7 + i :: 37] = scale
+        for i, weight in enumerate((float("inf"), float("nan"), -0.0, 2.0**-130, 2.0**110, -(2.0**127))):
+            inputs.weights[2 + i :: 11, 0] = weight
 
 
 @dataclass
@@ -142,6 +158,19 @@ def run_mqa(
         )
 
 
+def checksum(case: MqaCase, inputs: MqaInputs, logits: Tensor) -> str:
+    """SHA-256 of what the op promises about the logits: windows, and -inf where it cleans. NaN is one value."""
+    logits = logits.cpu().contiguous()
+    if case.clean == "off":
+        column = torch.arange(logits.shape[1])
+        begin = inputs.starts.cpu().long().clamp(0, case.num_kv)[:, None]
+        end = inputs.ends.cpu().long().clamp(0, case.num_kv)[:, None]
+        token = column + begin if case.max_seqlen_k else column.expand(case.num_q, -1)
+        logits = torch.where((token >= begin) & (token < end), logits, torch.zeros((), dtype=logits.dtype))
+    logits = torch.where(torch.isnan(logits), torch.full((), torch.nan, dtype=logits.dtype), logits)
+    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 def _mqa_cases() -> list[MqaCase]:
     floats = (torch.float32, torch.bfloat16, torch.float16)
     cleanings = ("concurrent", "deferred", "off")
@@ -191,3 +220,9 @@ def _mqa_cases() -> list[MqaCase]:
 
 
 MQA_CASES = _mqa_cases()
+# Where the op leaves freedom (a NaN dot product may count as 0) the card's way is the one that counts.
+MQA_SPECIAL_CASES = [
+    MqaCase(num_q=40, num_kv=301, num_heads=num_heads, head_dim=64, logits_dtype=dtype, windows="full", special=True)
+    for num_heads in (16, 64, 128)
+    for dtype in (torch.float32, torch.bfloat16)
+]
