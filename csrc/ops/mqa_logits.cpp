@@ -181,6 +181,9 @@ constexpr CleanRow kCleanTable[] = {
     {Backend::sm89, Clean::deferred, nullptr},
 };
 
+// concurrent or deferred: overrules the table.
+constexpr const char* kCleanVariable = "DEEP_KERNELS_MQA_CLEAN";
+
 Clean choose_clean(const MqaLogitsCase& wanted, Backend backend) {
   if (!wanted.clean) return Clean::off;
   if (wanted.placement) return *wanted.placement;
@@ -196,8 +199,8 @@ std::optional<Clean> parse_placement(const std::string& where, const std::string
 }
 
 std::optional<Clean> placement_setting() {
-  const auto text = settings::mqa_clean();
-  return text ? parse_placement("DEEP_KERNELS_MQA_CLEAN", *text) : std::nullopt;
+  const auto text = settings::of_op(kCleanVariable);
+  return text ? parse_placement(kCleanVariable, *text) : std::nullopt;
 }
 
 MqaLogitsCase case_of(const MqaLogitsCall& call, const Problem& p) {

@@ -45,7 +45,7 @@ struct Smem {
   ScheduleScratch schedule;
   // Each pair: who arrives, who waits.
   alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
-  u64 query_filled[kSlots];            // scheduler lane 0 twice, and TMA bytes -> math warps
+  u64 query_filled[kSlots];            // 33 by the scheduler (lane 0 announces bytes), TMA -> math
   u64 unit_drained[kSlots];            // 16 math warps -> scheduler
   u64 kv_filled[S.kv_stages];          // kv warp, and TMA bytes -> math warps
   u64 kv_drained[S.kv_stages];         // 16 math warps -> kv warp
@@ -72,7 +72,7 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
     DK_NO_UNROLL
     for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 2);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 33);
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), kMathWarps);
     }
     DK_NO_UNROLL
@@ -203,8 +203,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     load_queries<S>(maps, smem, slots.slot, block);
     const float up = post_weights<S>(args, block, ptx::smem_addr(&smem.weights[slots.slot][0][0]));
     if (lane == 0) ptx::store_shared_f32(ptx::smem_addr(&unit.scale_up), up);
-    ptx::sync_warp();
-    if (lane == 0) ptx::mbarrier_arrive(query_filled);
+    ptx::mbarrier_arrive(query_filled);  // every lane for the windows and weights it wrote
     slots.next();
   }
   ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
@@ -212,8 +211,8 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     ptx::store_shared_i32(ptx::smem_addr(&smem.unit[slots.slot].num_stages), 0);
     ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
     ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
-    ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
   }
+  ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
 }
 
 // --- kv warp, one lane
