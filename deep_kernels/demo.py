@@ -29,7 +29,7 @@ from deep_kernels import formats
 HEAD_DIM = 128
 MAX_TERMS = 16  # the rarest are kept; the rows of the call grow with the heads, so its work is quadratic here
 NGRAM_SIZES = (3, 4)
-PREFIX_SIZES = (4, 5, 6, 7)  # with the mark of the word's begin: forms of a word differ at its end
+PREFIX_SIZES = (4, 5, 6, 7)  # n-grams at the marked begin of a word once more: its forms differ at the end
 MAX_NGRAM_CHARS = 64  # of one word; its whole spelling counts in any case
 WHOLE_WORD_WEIGHT = 1.0  # of a word's full spelling, in units of its average n-gram
 CONTEXT_WEIGHT = 0.35  # of each direct neighbour, in units of the token itself
@@ -44,17 +44,19 @@ WORD_DIMS = [dim for dim in range(HEAD_DIM) if dim not in BIAS_DIMS]
 THRESHOLD = len(BIAS_DIMS) * BIAS * BIAS
 PERFECT_MATCH = 1 / math.sqrt(1 + 2 * CONTEXT_WEIGHT**2) - THRESHOLD  # of a term with its own token
 SIMILAR = 0.6  # cosine from which two words count as forms of one, for the rarity
-STRONG = 0.45  # fraction of a perfect match from which a token is a hit
+STRONG = 0.4  # fraction of a perfect match from which a token is a hit
 WEAK = 0.15  # fraction of a perfect match below which it is noise
+TELLING = 0.25  # rarity, in units of the rarest term, from which a term can make a hit
 
-# Paragraphs are joined up to MIN_TOKENS; longer ones are cut at line ends after MAX_TOKENS.
-MIN_TOKENS, MAX_TOKENS = 40, 120
+# Paragraphs are joined up to MIN_TOKENS, or MIN_DEDENT_TOKENS before one that is indented less; longer ones
+# are cut, at line ends if possible, after MAX_TOKENS.
+MIN_TOKENS, MIN_DEDENT_TOKENS, MAX_TOKENS = 40, 15, 120
 
 # The score of a passage, each part summed over the terms by rarity: its own matches, the best match among the
 # headings above it, the matches of its whole document, and the best single position for the whole query.
 # Matches m saturate as m / (m + k * (length / average length) ^ exponent), the form of BM25 (Robertson,
 # Zaragoza: The Probabilistic Relevance Framework, section 3.4). Tuned on queries of tests/demo_queries.py;
-# a change of one of them by a third moves at most one of 61 queries into or out of the first three.
+# a change of one of them by a third moves at most one of 101 queries into or out of the first three.
 PASSAGE_K, PASSAGE_EXPONENT = 1.5, 0.3
 DOCUMENT_K, DOCUMENT_EXPONENT = 6.0, 1.0
 HEADING_WEIGHT = 0.8
@@ -62,7 +64,7 @@ DOCUMENT_WEIGHT = 1.5
 POSITION_WEIGHT = 0.1
 
 DEFAULT_TOP = 3
-MAX_SHOWN_LINES = 12
+MAX_SHOWN_LINES, MAX_LINE_CHARS = 12, 110
 HIT_COLOR, TITLE_COLOR, NO_COLOR = "\033[1;31m", "\033[1m", "\033[0m"
 
 # Words of questions that say nothing about the subject, yet are rare in a text that asks nothing.
@@ -80,9 +82,10 @@ class DemoError(Exception):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs torch on one thread: the arrays here are small, and on a busy machine a team of threads waits for its
-    last member at every operation (index on two cores that are both busy: 2.2 s with two threads, 0.45 s with one).
-    The call of the op itself is left to its own threads.
+    """Runs torch on one thread; the call of the op itself is left to its own threads.
+
+    The arrays here are small, and on a busy machine a team of threads waits for its last member at every
+    operation: the index took 2.2 s with two threads on two cores that had other work, 0.45 s with one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -126,8 +129,7 @@ class Passage:
 HEADING = re.compile(
     r"^(?P<title>[^\s#].*)\n(?P<rule>([*=\-~^\"+])\3{2,})[ \t]*$|^(?P<hashes>#{1,6})[ \t]+\S.*$", re.MULTILINE
 )
-PARAGRAPH = re.compile(r"(?:[^\n]*\S[^\n]*(?:\n|\Z))+")
-LINE = re.compile(r"[^\n]+\n?")
+LINE = re.compile(r"[^\n]*\n|[^\n]+")
 WORD = re.compile(r"\w+")
 
 
@@ -161,7 +163,7 @@ def load_file(path: str) -> Corpus:
     except FileNotFoundError:
         raise DemoError(f"there is no file {path}") from None
     except IsADirectoryError:
-        raise DemoError(f"{path} is a folder, not a text file") from None
+        raise DemoError(f"{path or repr(path)} is a folder, not a text file") from None
     except (OSError, ValueError) as error:
         raise DemoError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not data.strip():
@@ -245,27 +247,45 @@ def split_passages(corpus: Corpus, words: Words) -> tuple[list[Passage], list[tu
 
 
 def _join_paragraphs(text: str, words: Words, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Spans of characters that hold MIN_TOKENS to MAX_TOKENS where the text allows it."""
-    start, stop, count = begin, begin, 0
+    """Spans of characters that hold MIN_TOKENS to MAX_TOKENS where the text allows it.
+
+    Where a paragraph is indented less than the one before, as the next entry of a list of definitions is, a
+    shorter span may end too.
+    """
+    start, stop, count, indent = begin, begin, 0, 0
     for piece_begin, piece_end in _pieces(text, words, begin, end):
         first, last = words.between(piece_begin, piece_end)
-        if count >= MIN_TOKENS or (count > 0 and count + last - first > MAX_TOKENS):
+        piece = text[piece_begin:piece_end]
+        piece_indent = len(piece) - len(piece.lstrip(" "))
+        enough = count >= (MIN_DEDENT_TOKENS if piece_indent < indent else MIN_TOKENS)
+        if enough or (count > 0 and count + last - first > MAX_TOKENS):
             yield start, stop
             start, count = piece_begin, 0
         count += last - first
-        stop = piece_end
+        stop, indent = piece_end, piece_indent
     if count > 0:
         yield start, stop
 
 
 def _pieces(text: str, words: Words, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Paragraphs, and the lines of those that are too long for one passage."""
-    for paragraph in PARAGRAPH.finditer(text, begin, end):
-        first, last = words.between(*paragraph.span())
+    """Paragraphs; the lines of those that are too long for one passage; and parts of lines likewise."""
+    paragraph: list[tuple[int, int]] = []
+    lines = [match.span() for match in LINE.finditer(text, begin, end)]
+    for line in [*lines, (end, end)]:
+        if text[slice(*line)].strip():
+            paragraph.append(line)
+            continue
+        if not paragraph:
+            continue
+        first, last = words.between(paragraph[0][0], paragraph[-1][1])
         if last - first <= MAX_TOKENS:
-            yield paragraph.span()
+            yield paragraph[0][0], paragraph[-1][1]
         else:
-            yield from (line.span() for line in LINE.finditer(text, *paragraph.span()))
+            for line_begin, line_end in paragraph:
+                first, last = words.between(line_begin, line_end)
+                cuts = [words.begins[token] for token in range(first + MAX_TOKENS, last, MAX_TOKENS)]
+                yield from zip([line_begin, *cuts], [*cuts, line_end], strict=True)
+        paragraph = []
 
 
 # ------------------------------------------------------------------------------------------ vectors
@@ -308,9 +328,9 @@ class WordVectors:
 
 
 def _ngrams(word: str) -> list[str]:
-    marked = f"<{word[:MAX_NGRAM_CHARS]}>"
+    marked = f"<{word[:MAX_NGRAM_CHARS]}"
     grams = [marked[at : at + size] for size in NGRAM_SIZES for at in range(len(marked) - size + 1)]
-    return grams + [marked[:size] for size in PREFIX_SIZES if size < len(marked)]
+    return (grams or [marked]) + [marked[:size] for size in PREFIX_SIZES if size <= len(marked)]
 
 
 def _hashed_signs(grams: Iterable[str]) -> Tensor:
@@ -537,6 +557,12 @@ def match_strengths(scores: Scores) -> Tensor:
     return torch.where(strengths < WEAK, 0, strengths)
 
 
+def is_hit(scores: Scores, strengths: Tensor) -> Tensor:
+    """[num_tokens]: whether a token matches a term that tells something."""
+    rarities = torch.tensor([term.rarity for term in scores.terms])
+    return (strengths[rarities >= TELLING * rarities.max()] >= STRONG).any(dim=0)
+
+
 @one_thread()
 def rank(index: Index, scores: Scores) -> list[Hit]:
     """The passages that match, best first; one per document where the text has several."""
@@ -558,7 +584,7 @@ def rank(index: Index, scores: Scores) -> list[Hit]:
         + DOCUMENT_WEIGHT * saturated(index.document_spans, DOCUMENT_K, DOCUMENT_EXPONENT)[documents]
         + POSITION_WEIGHT * position
     )
-    has_hit = index.passage_spans.max(strengths)[:, :-1].amax(dim=0) >= STRONG
+    has_hit = index.passage_spans.max(is_hit(scores, strengths).float().unsqueeze(0))[0, :-1] > 0
 
     hits: list[Hit] = []
     seen: set[int] = set()
@@ -584,7 +610,7 @@ def render_hit(index: Index, hit: Hit, is_match: Tensor, color: bool) -> str:
     document, passage = corpus.documents[hit.document], index.passages[hit.passage]
     text = corpus.text
     best_at = words.begins[hit.best_token]
-    lines = [match.span() for match in LINE.finditer(text, passage.begin, passage.end)]
+    lines = list(_display_lines(text, passage.begin, passage.end))
     best = next(number for number, (begin, end) in enumerate(lines) if begin <= best_at < end)
     first = max(0, min(best - MAX_SHOWN_LINES // 2, len(lines) - MAX_SHOWN_LINES))
     shown = lines[first : first + MAX_SHOWN_LINES]
@@ -602,15 +628,29 @@ def render_hit(index: Index, hit: Hit, is_match: Tensor, color: bool) -> str:
         at = min(begin + indent, end)
         for token in range(*words.between(at, end)):
             if color and is_match[token]:
+                word_end = min(words.ends[token], end)
                 pieces += [
                     _printable(text[at : words.begins[token]]),
                     HIT_COLOR,
-                    _printable(text[words.begins[token] : words.ends[token]]),
+                    _printable(text[words.begins[token] : word_end]),
                     NO_COLOR,
                 ]
-                at = words.ends[token]
+                at = word_end
         out.append((gutter + "".join(pieces) + _printable(text[at:end])).rstrip())
     return "\n".join(out)
+
+
+def _display_lines(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The lines in [begin, end) without blank ones at the end, those that are too long broken at spaces."""
+    stop = begin + len(text[begin:end].rstrip())
+    for match in LINE.finditer(text, begin, stop):
+        at = match.start()
+        while match.end() - at > MAX_LINE_CHARS and not text[at : match.end()].isspace():
+            space = text.rfind(" ", at + 1, at + MAX_LINE_CHARS)
+            cut = space + 1 if space > at else at + MAX_LINE_CHARS
+            yield at, cut
+            at = cut
+        yield at, match.end()
 
 
 def _printable(text: str) -> str:
@@ -630,7 +670,7 @@ def report(index: Index, query: str, top: int, index_seconds: float, color: bool
     terms, left_out = find_terms(index, query)
     scores = score_positions(index, terms)
     hits = rank(index, scores)
-    is_match = (match_strengths(scores) >= STRONG).any(dim=0)
+    is_match = is_hit(scores, match_strengths(scores))
     search_seconds = time.perf_counter() - begin
 
     num_tokens, num_heads = len(index.words), len(terms)

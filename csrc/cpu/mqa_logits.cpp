@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -24,6 +25,7 @@ static_assert(kTileRows >= kMqaMaxHeads && kTileColumns % kSumColumns == 0);
 
 // Multiply-adds below which a thread is not worth waking.
 constexpr i64 kMinThreadWork = i64{1} << 20;
+constexpr i64 kRunsPerThread = 16;
 
 // float32 can hold every product and every sum of a logit whose exponents stay in these bounds:
 // |dot| < 2^25 before the exponents, at least 2^-18 where not zero, at most 2^7 heads. All others
@@ -251,8 +253,19 @@ void run(const MqaInputs& in, Logit* logits, i64 stride, bool clean, Logit minus
   const i64 tile_work =
       i64{kTileColumns} * in.head_dim * std::max(16, tokens_per_tile(in) * in.num_heads);
   const i64 tiles_per_thread = std::max<i64>(1, kMinThreadWork / tile_work);
-  at::parallel_for(0, plan.num_tiles(), tiles_per_thread, [&](i64 begin, i64 end) {
-    TileWorker<Logit>(in, logits, stride).run(plan, begin, end);
+  const i64 num_workers =
+      std::min<i64>(at::get_num_threads(), ceil_div(plan.num_tiles(), tiles_per_thread));
+  // Threads take runs of tiles as they come to them: cores differ, are shared with others, and
+  // float64 tiles are slow. Runs, because a new token block has to be decoded.
+  const i64 run_length = std::max<i64>(1, plan.num_tiles() / (kRunsPerThread * num_workers + 1));
+  std::atomic<i64> next_tile{0};
+  at::parallel_for(0, num_workers, 1, [&](i64, i64) {
+    TileWorker<Logit> worker(in, logits, stride);
+    for (;;) {
+      const i64 begin = next_tile.fetch_add(run_length, std::memory_order_relaxed);
+      if (begin >= plan.num_tiles()) return;
+      worker.run(plan, begin, std::min(begin + run_length, plan.num_tiles()));
+    }
   });
 }
 

@@ -63,7 +63,7 @@ CacheDir cache_dir() {
 std::optional<std::filesystem::path> prebuilt_dir() { return text("DEEP_KERNELS_PREBUILT_DIR"); }
 std::optional<std::string> nvrtc() { return text("DEEP_KERNELS_NVRTC"); }
 std::optional<std::string> arch() { return text("DEEP_KERNELS_ARCH"); }
-std::optional<std::string> mqa_clean() { return text("DEEP_KERNELS_MQA_CLEAN"); }
+std::optional<std::string> of_op(const char* variable) { return text(variable); }
 bool no_compile() { return flag("DEEP_KERNELS_NO_COMPILE"); }
 bool line_info() { return flag("DEEP_KERNELS_LINEINFO"); }
 

@@ -25,8 +25,8 @@ bool no_compile();
 // DEEP_KERNELS_LINEINFO=1: source lines for profilers; part of the key.
 bool line_info();
 
-// DEEP_KERNELS_MQA_CLEAN=concurrent|deferred: overrules the measured placement of the -inf fill.
-std::optional<std::string> mqa_clean();
+// A variable with which an op lets a measured choice of its own be overruled; it lies with the op.
+std::optional<std::string> of_op(const char* variable);
 
 // Folders of Python packages that may hold NVRTC, found by the Python package at import.
 void set_package_folders(std::vector<std::filesystem::path> folders);

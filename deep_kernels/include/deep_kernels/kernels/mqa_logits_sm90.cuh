@@ -45,7 +45,7 @@ struct Smem {
   ScheduleScratch schedule;
   // Each pair: who arrives, who waits.
   alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
-  u64 query_filled[kSlots];            // scheduler lane 0 twice, and TMA bytes -> math warps
+  u64 query_filled[kSlots];            // 33 by the scheduler (lane 0 announces bytes), TMA -> math
   u64 unit_drained[kSlots];            // 16 math warps -> scheduler
   u64 kv_filled[S.kv_stages];          // kv warp, and TMA bytes -> math warps
   u64 kv_drained[S.kv_stages];         // 16 math warps -> kv warp
@@ -69,11 +69,13 @@ enum class Barrier : u32 {  // 0 belongs to sync_threads
 template <MqaLogitsSpec S>
 DK_DEVICE void init_barriers(Smem<S>& smem) {
   if (ptx::thread_index() == 0) {
+    DK_NO_UNROLL
     for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 2);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 33);
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), kMathWarps);
     }
+    DK_NO_UNROLL
     for (i32 i = 0; i < S.kv_stages; ++i) {
       ptx::mbarrier_init(ptx::smem_addr(&smem.kv_filled[i]), 1);
       ptx::mbarrier_init(ptx::smem_addr(&smem.kv_drained[i]), kMathWarps);
@@ -163,6 +165,7 @@ DK_DEVICE void load_queries(const Maps& maps, Smem<S>& smem, i32 slot, i32 block
   constexpr i32 kOctets = kMqaQueryRows / 8;
   const u32 filled = ptx::smem_addr(&smem.query_filled[slot]);
   const u32 rows = ptx::smem_addr(&smem.query[slot][0][0]);
+  DK_NO_UNROLL
   for (i32 octet = ptx::lane_index(); octet < kOctets; octet += 32) {
     const i32 column = octet % (kMqaGroupRows / 8) * 8;
     const i32 token = block * S.tokens_per_block() +
@@ -179,6 +182,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
   auto slots = tile::Ring<S.query_slots()>::filler();
   const MqaCut begin = stored_cut(smem.schedule, 0);
   const MqaCut end = stored_cut(smem.schedule, 1);
+  DK_NO_UNROLL
   for (i32 block = begin.block; block <= end.block && block < num_blocks; ++block) {
     auto& unit = smem.unit[slots.slot];
     ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
@@ -199,8 +203,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     load_queries<S>(maps, smem, slots.slot, block);
     const float up = post_weights<S>(args, block, ptx::smem_addr(&smem.weights[slots.slot][0][0]));
     if (lane == 0) ptx::store_shared_f32(ptx::smem_addr(&unit.scale_up), up);
-    ptx::sync_warp();
-    if (lane == 0) ptx::mbarrier_arrive(query_filled);
+    ptx::mbarrier_arrive(query_filled);  // every lane for the windows and weights it wrote
     slots.next();
   }
   ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
@@ -208,8 +211,8 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     ptx::store_shared_i32(ptx::smem_addr(&smem.unit[slots.slot].num_stages), 0);
     ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
     ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
-    ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
   }
+  ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
 }
 
 // --- kv warp, one lane
@@ -220,6 +223,7 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
   constexpr u32 kBytes = S.kv_stage_bytes() + S.kv_stage_rows() * sizeof(float);
   auto units = tile::Ring<S.query_slots()>::drainer();
   auto stages = tile::Ring<S.kv_stages>::filler();
+  DK_NO_UNROLL
   for (;; units.next()) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_posted[units.slot]), units.parity);
     const auto& unit = smem.unit[units.slot];
@@ -266,7 +270,7 @@ struct Math {
     const i64 origin = ptx::load_shared_i64(ptx::smem_addr(&unit.origin[token_of(slot)]));
     return static_cast<Logit*>(args.logits) + origin + kv_row + tile_row;
   }
-  // Starts the scores of one tile: x is valid after finish_score.
+  // Starts the scores of one tile: x is valid after a wait.
   DK_DEVICE void start_score(float (&x)[64], u32 kv) const {
     ptx::wgmma_fence();
     DK_UNROLL
@@ -275,11 +279,6 @@ struct Math {
                                  Descriptor::make(query_low + 2 * k), k > 0);
     ptx::wgmma_commit_group();
   }
-  static DK_DEVICE void finish_score(float (&x)[64]) {
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_accumulators_ready(x);
-  }
-
   template <bool kEdge>
   DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], const float* scale, i32 tile,
                        const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
@@ -320,7 +319,7 @@ struct Math {
     DK_UNROLL
     for (i32 i = 0; i < Sum::kRows; ++i)
       scale[i] = ptx::load_shared_f32(scales + 4 * (tile * kTileRows + 8 * i)) * scale_up;
-    finish_score(x);
+    ptx::wgmma_wait_group<0>(x);
     if (tile == kTiles - 1) {  // rows and scales are read: the stage may be refilled
       ptx::sync_warp();
       if (ptx::lane_index() == 0)
@@ -369,6 +368,7 @@ struct Math {
     tile_row = ptx::warp_index() % 4 * 16 + Sum::row();
     stages = tile::Ring<S.kv_stages>::drainer();
     auto units = tile::Ring<S.query_slots()>::drainer();
+    DK_NO_UNROLL
     for (;; units.next()) {
       ptx::mbarrier_wait(ptx::smem_addr(&smem.query_filled[units.slot]), units.parity);
       const auto& unit = smem.unit[units.slot];

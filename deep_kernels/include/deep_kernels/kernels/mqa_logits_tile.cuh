@@ -154,6 +154,7 @@ DK_DEVICE void fill_row(Logit* row, i32 begin, i32 end) {
   const i32 last = first + (end - first) / kPerStore * kPerStore;
   if (begin + lane < first) store_logit(row + begin + lane, ptx::float_of(kNegativeInfinity));
   constexpr u32 kPair = negative_infinity_pair<Logit>();
+  DK_NO_UNROLL
   for (i32 column = first + lane * kPerStore; column < last; column += 32 * kPerStore)
     ptx::store_global_x4(row + column, kPair, kPair, kPair, kPair);
   if (last + lane < end) store_logit(row + last + lane, ptx::float_of(kNegativeInfinity));
@@ -165,11 +166,13 @@ DK_DEVICE void fill_untouched(const MqaLogitsArgs& args, i32 warp, i32 num_warps
   constexpr i32 kTokens = S.tokens_per_block();
   using Scan = SpanScan<kTokens>;
   const i32 num_blocks = ceil_div(args.num_q, kTokens);
+  DK_NO_UNROLL
   for (i32 block = ptx::block_index(); block < num_blocks; block += ptx::num_blocks()) {
     MqaSpan span = Scan::load(args, block);  // of this and maybe further blocks: take lane 0's
     span.begin = ptx::shuffle(span.begin, 0);
     span.num_chunks = ptx::shuffle(span.num_chunks, 0);
     const i32 end = min_of((block + 1) * kTokens, args.num_q);
+    DK_NO_UNROLL
     for (i32 row = block * kTokens + warp; row < end; row += num_warps) {
       const MqaWindow window = load_window(args, row, window_limit(args));
       const MqaFill fill = mqa_fill(span, args.compressed ? window.begin : 0, args.width);

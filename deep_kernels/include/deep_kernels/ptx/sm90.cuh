@@ -82,15 +82,24 @@ DK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "mem
 DK_DEVICE void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+// Waits until at most kPending groups are in flight. The accumulators pass through, so that the
+// compiler moves no read of them above the wait that makes them valid.
 template <i32 kPending>
-DK_DEVICE void wgmma_wait_group() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// Keeps the compiler from moving reads of the accumulators above the wait that makes them valid.
-template <i32 kCount>
-DK_DEVICE void wgmma_accumulators_ready(float (&d)[kCount]) {
-  DK_UNROLL
-  for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+DK_DEVICE void wgmma_wait_group(float (&d)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned %64;"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+                 "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]),
+                 "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),
+                 "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+                 "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
+                 "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
+                 "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
+                 "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+                 "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),
+                 "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]),
+                 "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+               : "n"(kPending)
+               : "memory");
 }
 // d = a * b + (accumulate ? d : 0): a [64, 32], b [128, 32] e4m3, both K-major in shared memory.
 DK_DEVICE void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumulate) {
