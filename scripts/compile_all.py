@@ -57,6 +57,7 @@ class Row:
     kernels: int = 0
     compiled: int = 0
     cached: int = 0
+    faulty: int = 0
     registers: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -180,6 +181,7 @@ def compile_jobs(
             report, problems[index] = future.result()
             row = rows[job.arch, job.kernel]
             row.kernels += 1
+            row.faulty += bool(problems[index])
             if report is not None:
                 row.compiled += report["origin"] == "compiled"
                 row.cached += report["origin"] != "compiled"
@@ -194,22 +196,26 @@ def compile_jobs(
 
 def render(rows: Mapping[tuple[str, str], Row], seconds: float) -> str:
     head = ("arch", "kernel", "kernels", "compiled", "cached", "faulty", "registers", "seconds")
-    table = [head]
+    table: list[tuple[str, ...]] = [head]
     for (arch, kernel), row in rows.items():
-        numbers = (row.kernels, row.compiled, row.cached, len(row.problems), row.registers)
-        table.append((arch, kernel, *map(str, numbers), f"{row.seconds:.1f}"))
+        counts = (row.kernels, row.compiled, row.cached, row.faulty, row.registers)
+        table.append((arch, kernel, *map(str, counts), f"{row.seconds:.1f}"))
     widths = [max(len(line[i]) for line in table) for i in range(len(head))]
     lines = []
     for line in table:
-        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
-        lines.append("  ".join(cells))
+        names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        lines.append("  ".join(names + numbers))
     total = sum(row.kernels for row in rows.values())
     lines.append(f"{total} kernels in {seconds:.1f} s; registers: the most of any thread; seconds: summed over jobs")
     return "\n".join(lines)
 
 
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    words = lambda text: [word for word in text.split(",") if word]  # noqa: E731
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
