@@ -304,11 +304,15 @@ at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_
   MqaScheduleArgs args{.kv_start = static_cast<const i32*>(kv_start.const_data_ptr()),
                        .kv_end = static_cast<const i32*>(kv_end.const_data_ptr()),
                        .schedule = static_cast<i32*>(schedule.mutable_data_ptr()),
+                       .num_chunks = nullptr,
                        .kv_start_stride = kv_start.stride(0),
                        .kv_end_stride = kv_end.stride(0),
                        .num_q = num_q,
                        .num_kv = num_tokens,
                        .num_sms = num_sms};
+  const at::Tensor workspace =
+      at::empty({spec.workspace_bytes(args)}, kv_start.options().dtype(at::kByte));
+  args.num_chunks = static_cast<i32*>(workspace.mutable_data_ptr());
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
   launch(module, device, spec, spec.grid(args, num_sms), args);
   return schedule;

@@ -288,6 +288,7 @@ struct MqaScheduleArgs {
   const i32* kv_start;  // [num_q] int32
   const i32* kv_end;    // [num_q] int32
   i32* schedule;        // [num_sms + 1, 2] int32
+  i32* num_chunks;      // [num_blocks] int32, workspace
   i64 kv_start_stride;  // elements
   i64 kv_end_stride;    // elements
   i32 num_q;
@@ -311,6 +312,9 @@ struct MqaScheduleSpec {
   constexpr i32 spill_limit_bytes() const { return 0; }
   constexpr i32 num_wgmma() const { return 0; }
   constexpr i32 grid(const MqaScheduleArgs&, i32 /*num_sms*/) const { return 1; }
+  constexpr i64 workspace_bytes(const MqaScheduleArgs& args) const {
+    return i64{mqa_num_blocks(args.num_q, num_heads)} * 4;
+  }
   constexpr const char* invalid() const {
     if (backend != Backend::sm89) return "backend must be sm89";
     if (num_heads > kMqaMaxHeads || mqa_padded_heads(num_heads) != num_heads)
