@@ -410,6 +410,4 @@ def test_metadata_refusals(backend: Backend, values: dict[str, Any], error: type
     windows = torch.zeros(3, dtype=torch.int32)
     every = {"start": windows, "end": windows + 9, "num_kv": 9, "num_heads": 8, **values}
     placed = [value.to(backend.device) if isinstance(value, Tensor) else value for value in every.values()]
-    assert_refused(
-        error, f"{METADATA}: {sentence}", lambda: dk.get_mqa_logits_metadata(*placed, arch=backend.arch)
-    )
+    assert_refused(error, f"{METADATA}: {sentence}", lambda: dk.get_mqa_logits_metadata(*placed, arch=backend.arch))

@@ -190,8 +190,15 @@ class Scores(torch.nn.Module):
         self.backend, self.case, self.with_out = backend, case, with_out
 
     def forward(
-        self, q: Tensor, q_scale: Tensor | None, kv: Tensor, kv_scale: Tensor, weights: Tensor, start: Tensor, end: Tensor
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        q_scale: Tensor | None,
+        kv: Tensor,
+        kv_scale: Tensor,
+        weights: Tensor,
+        start: Tensor,
+        end: Tensor,
+    ) -> Tensor:
         inputs = Inputs(q, q_scale, kv, kv_scale, weights * 2, start + 1, end)
         schedule = metadata(self.backend, inputs) if self.case.metadata else None
         out = None
