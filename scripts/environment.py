@@ -200,9 +200,11 @@ def choose_python(extra: str | None) -> Path:
     if not is_new_enough(version):
         return ensure_venv()
     here = facts(extra)
-    if here["is_writable"] and not here["is_managed"]:
-        if here["has_pip"] or call([sys.executable, "-m", "ensurepip"], capture_output=True).returncode == 0:
-            return Path(sys.executable)
+    takes_packages = here["is_writable"] and not here["is_managed"]
+    if takes_packages and not here["has_pip"]:
+        takes_packages = call([sys.executable, "-m", "ensurepip"], capture_output=True).returncode == 0
+    if takes_packages:
+        return Path(sys.executable)
     if sys.prefix != sys.base_prefix:
         raise SetupError(f"{sys.executable} has torch, but takes no packages: make it writable and give it pip")
     if not VENV.exists():
@@ -255,7 +257,17 @@ def build(python: Path, found: dict[str, Any]) -> None:
         raise SetupError(f"a C++20 compiler is needed and {compiler} is not there: install g++ 11 or newer, or set CXX")
     is_first = not Path(found["extension"]).exists()
     say("building the extension" + (f" (a minute or more; {LOG} has the output)" if is_first else ""))
-    command = [python, "-m", "pip", "install", "--verbose", "--no-build-isolation", "--no-deps", "--editable", ROOT]
+    command: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--verbose",
+        "--no-build-isolation",
+        "--no-deps",
+        "--editable",
+        ROOT,
+    ]
     if found["is_registered"]:  # only the objects may be out of date: two seconds instead of ten
         command = [python, "setup.py", "build_ext", "--inplace"]
     variables = environment()
