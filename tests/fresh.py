@@ -88,11 +88,13 @@ class Fresh:
         *args: Any,
         env: Mapping[str, str | Path] | None = None,
         cwd: Path | str = "/",
+        using: tuple[Callable[..., Any], ...] = (),
     ) -> Child:
-        """Runs the function, by its text, with JSON arguments and only the given environment."""
+        """Runs the function, by its text and those of what it uses, with JSON arguments and only the given
+        environment."""
         folder = tempfile.TemporaryDirectory()
         environment = {"PATH": os.environ.get("PATH", "")} | {name: str(value) for name, value in (env or {}).items()}
-        source = textwrap.dedent(inspect.getsource(function))
+        source = "\n".join(textwrap.dedent(inspect.getsource(each)) for each in (*using, function))
         request = {"source": source, "name": function.__name__, "args": args, "env": environment}
         return Child(self, self.ask(request | {"cwd": str(cwd), "folder": folder.name}), folder)
 
