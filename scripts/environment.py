@@ -210,7 +210,7 @@ def choose_python(extra: str | None) -> tuple[Path, str | None]:
         raise SetupError(f"{sys.executable} has torch, but takes no packages: make it writable and give it pip")
     if not VENV.exists():
         say(f"{sys.executable} has torch {version}, but its packages are managed: adding a virtual environment to it")
-    return ensure_venv("--system-site-packages"), version
+    return ensure_venv("--system-site-packages"), None
 
 
 # --- installing and building --------------------------------------------------------------------------------

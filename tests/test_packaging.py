@@ -358,7 +358,7 @@ def test_managed_python_with_torch_gets_a_virtual_environment_beside_it(
     assert made == []
     for change in ({"is_managed": True}, {"is_writable": False}):
         monkeypatch.setattr(setup_module, "facts", lambda extra, change=change: facts | change)
-        assert setup_module.choose_python("test") == (Path("venv"), "2.11.0")
+        assert setup_module.choose_python("test") == (Path("venv"), None)
     assert made == [("--system-site-packages",)] * 2
 
 
