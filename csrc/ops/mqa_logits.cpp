@@ -377,18 +377,27 @@ MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& ar
 }
 
 KernelText kernel_text(const MqaLogitsSpec& spec) {
-  if (spec.backend == Backend::sm90)
-    return {"deep_kernels/kernels/mqa_logits_sm90.cuh", "MqaLogitsSpec", "mqa_logits_sm90",
-            "DK_GRID_CONSTANT dk::MqaLogitsArgs args,\n"
-            "DK_GRID_CONSTANT dk::MqaLogitsMaps<dk::ptx::TensorMap> maps",
-            "args, maps"};
-  return {"deep_kernels/kernels/mqa_logits_sm89.cuh", "MqaLogitsSpec", "mqa_logits_sm89",
-          "DK_GRID_CONSTANT dk::MqaLogitsArgs args", "args"};
+  const bool uses_maps = spec.backend == Backend::sm90;
+  return {.header = uses_maps ? "deep_kernels/kernels/mqa_logits_sm90.cuh"
+                              : "deep_kernels/kernels/mqa_logits_sm89.cuh",
+          .spec_type = "MqaLogitsSpec",
+          .function = uses_maps ? "mqa_logits_sm90" : "mqa_logits_sm89",
+          .params = uses_maps ? "DK_GRID_CONSTANT dk::MqaLogitsArgs args,\n"
+                                "DK_GRID_CONSTANT dk::MqaLogitsMaps<dk::ptx::TensorMap> maps"
+                              : "DK_GRID_CONSTANT dk::MqaLogitsArgs args",
+          .arguments = uses_maps ? "args, maps" : "args",
+          .args_type = "MqaLogitsArgs",
+          .args_bytes = sizeof(MqaLogitsArgs)};
 }
 
 KernelText kernel_text(const MqaScheduleSpec&) {
-  return {"deep_kernels/kernels/mqa_schedule.cuh", "MqaScheduleSpec", "mqa_schedule",
-          "DK_GRID_CONSTANT dk::MqaScheduleArgs args", "args"};
+  return {.header = "deep_kernels/kernels/mqa_schedule.cuh",
+          .spec_type = "MqaScheduleSpec",
+          .function = "mqa_schedule",
+          .params = "DK_GRID_CONSTANT dk::MqaScheduleArgs args",
+          .arguments = "args",
+          .args_type = "MqaScheduleArgs",
+          .args_bytes = sizeof(MqaScheduleArgs)};
 }
 
 }  // namespace deep_kernels

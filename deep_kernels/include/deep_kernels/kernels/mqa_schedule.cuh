@@ -76,12 +76,12 @@ DK_DEVICE BlockRange warp_blocks(i32 num_blocks, i32 warp) {
   return {begin, min_of(begin + per_warp, num_blocks)};
 }
 
-// Calls visit(block, span, leads) for a warp's blocks, kBlocks at a time: `block` is the lane's,
-// and one lane of each block that exists leads it. Converged, also inside the visits.
-template <i32 kTokens, class Args, class Visit>
+// Calls visit(block, span, leads) for a warp's blocks, kBlocks at a time: `block` is the lane's, and
+// one lane of each block that exists leads it. The windows of kAhead steps are loaded together: the
+// loads are all latency, but every step more is code to compile. Converged, also inside the visits.
+template <i32 kTokens, i32 kAhead, class Args, class Visit>
 DK_DEVICE void for_each_span(const Args& args, BlockRange blocks, Visit&& visit) {
   using Scan = SpanScan<kTokens>;
-  constexpr i32 kAhead = 4;  // steps whose windows are loaded together: the loads are all latency
   const i32 lane = ptx::lane_index();
   DK_NO_UNROLL
   for (i32 first = blocks.begin; first < blocks.end; first += kAhead * Scan::kBlocks) {
@@ -153,7 +153,7 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
   i64 seen = 0;
-  for_each_span<kTokens>(args, blocks, [&](i32, MqaSpan span, bool leads) {
+  for_each_span<kTokens, 1>(args, blocks, [&](i32, MqaSpan span, bool leads) {
     seen += leads ? mqa_block_cost(span.num_chunks) : 0;
   });
   const ScheduleSums sums = sum_costs<kWarps>(seen, warp, scratch);
@@ -166,7 +166,7 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
       store_cut(scratch, side, {num_blocks, 0});
   }
   i64 before = sums.before;
-  for_each_span<kTokens>(args, blocks, [&](i32 block, MqaSpan span, bool leads) {
+  for_each_span<kTokens, 1>(args, blocks, [&](i32 block, MqaSpan span, bool leads) {
     constexpr i32 kLanes = SpanScan<kTokens>::kLanes;
     const i32 cost = leads ? mqa_block_cost(span.num_chunks) : 0;
     const i32 sum = prefix_sum<kLanes>(cost);  // at most 32 * 2^23
@@ -230,7 +230,7 @@ DK_DEVICE void mqa_schedule(const MqaScheduleArgs& args) {
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
   i64 seen = 0;
-  for_each_span<kTokens>(args, blocks, [&](i32 block, MqaSpan span, bool leads) {
+  for_each_span<kTokens, 4>(args, blocks, [&](i32 block, MqaSpan span, bool leads) {
     if (!leads) return;
     seen += mqa_block_cost(span.num_chunks);
     ptx::store_global(args.num_chunks + block, span.num_chunks);
