@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import script
 
 import deep_kernels
 from deep_kernels import _C
@@ -219,19 +220,10 @@ def test_package_is_typed() -> None:
 # --- scripts/setup.sh ---------------------------------------------------------------------------------------
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def setup_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scripts/environment.py on a checkout of its own."""
-    module = load_script("environment")
+    module = script.load("environment")
     root = tmp_path / "a checkout"
     (root / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", root)
@@ -259,7 +251,7 @@ def set_up(checkout: Path, *options: str, cwd: Path, **variables: str) -> subpro
 
 
 def can_install_here() -> bool:
-    facts = load_script("environment").facts("test")
+    facts = script.load("environment").facts("test")
     return facts["has_pip"] and facts["is_writable"] and not facts["is_managed"] and not facts["missing"]
 
 

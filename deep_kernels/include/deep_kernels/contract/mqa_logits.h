@@ -204,8 +204,8 @@ struct MqaLogitsSpec {
     return query_slots() * per_slot + kv_stages * per_stage + 1024;  // barriers, scan
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
-  // sm90 at 8 heads: four tokens per lane, of whose state four registers are saved around a stage of
-  // 256 kv rows (not inside its tiles). Padding to 16 heads instead, without a spill, takes 1.6x
+  // sm90 at 8 heads: four tokens per lane, of whose state four registers are saved around a stage
+  // of 256 kv rows (not inside its tiles). Padding to 16 heads instead, without a spill, takes 1.6x
   // the time at 2048 / 32768, head_dim 128 (212 us, not 132; H200, benchmarks/notes_mqa.md).
   constexpr i32 spill_limit_bytes() const {
     return backend == Backend::sm90 && num_heads == 8 ? 24 : 0;
