@@ -90,7 +90,7 @@ CORNERS = (
     Corner("empty", ((0, 0), (7, 7), (300, 300), (9, 3), (300, 0))),
     Corner("before-zero", ((-7, 5), (-7, 0), (-7, -3), (INT32_MIN, 2), (INT32_MIN, INT32_MIN))),
     Corner("past-the-end", ((290, 301), (299, 4000), (300, 301), (1000, 2000), (0, INT32_MAX))),
-    Corner("extremes", ((INT32_MIN, INT32_MAX), (INT32_MAX, INT32_MIN), (INT32_MAX, INT32_MAX))),
+    Corner("extremes", ((INT32_MIN, INT32_MAX), (INT32_MAX, INT32_MIN), (INT32_MAX, INT32_MAX), (5, INT32_MIN))),
     Corner("around-multiples", ((15, 16), (16, 32), (17, 31), (127, 129), (255, 257), (256, 272), (64, 256))),
     Corner("one-full-among-empty", ((5, 5), (0, 0), (0, 300), (9, 9), (300, 10))),
     Corner("far-apart", ((0, 3), (297, 300), (0, 3), (297, 300))),
