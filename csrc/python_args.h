@@ -33,6 +33,9 @@ class PythonArgs {
   const at::Tensor& tensor(const char* name, py::handle value) {
     if (!THPVariable_Check(value.ptr())) refuse(name, "a torch.Tensor", value);
     const at::Tensor& result = THPVariable_Unpack(value.ptr());
+    if (result.layout() != at::kStrided)  // the dispatcher would answer with a list of its kernels
+      throw ValueError(
+          fmt::format("{}: {} must be a dense tensor, got one that is sparse", op_, name));
     keys_ = keys_ | result.key_set();
     exact_ = exact_ && is_exact(value);
     return result;

@@ -16,7 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ PREFIX_SIZES = (4, 5, 6, 7)  # n-grams at the marked begin of a word once more: 
 MAX_NGRAM_CHARS = 64  # of one word; its whole spelling counts in any case
 WHOLE_WORD_WEIGHT = 1.0  # of a word's full spelling, in units of its average n-gram
 CONTEXT_WEIGHT = 0.35  # of each direct neighbour, in units of the token itself
+SMALL_CALL = 1 << 32  # multiply-adds, about 0.3 s on one core, up to which a call on the CPU gets one thread
 CHUNK = 8192  # tokens at a time: 4 MiB of float32, which stays in the cache of one core
 
 # Two unrelated words have a cosine of about +-1 / sqrt(120). The last two dimensions of each block of 32 hold
@@ -82,10 +83,11 @@ class DemoError(Exception):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs torch on one thread; the call of the op itself is left to its own threads.
+    """Runs torch on one thread.
 
     The arrays here are small, and on a busy machine a team of threads waits for its last member at every
-    operation: the index took 2.2 s with two threads on two cores that had other work, 0.45 s with one.
+    operation. On two cores that had other work the index took 2.2 s with two threads, 0.45 s with one; the call of
+    the op on the default text 2 s and 0.03 s.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -463,6 +465,7 @@ class Scores:
     terms: list[Term]
     logits: Tensor  # [1 + num_terms, num_tokens], float32, on the CPU
     seconds: float
+    num_threads: int  # of the CPU during the call
     agreement: float  # 1 - 2 * sum(x * y) / sum(x^2 + y^2)
     largest_error: float
 
@@ -513,15 +516,20 @@ def score_positions(index: Index, terms: Sequence[Term]) -> Scores:
     if device.type == "cuda":  # compile or load the kernel, so that the time below is that of a call
         first_keys = (index.keys[0][:1], index.keys[1][:1])
         deep_kernels.fp8_fp4_mqa_logits((q_values, q_scale), first_keys, weights, starts, ends.clamp(max=1))
-    _synchronize(device)
-    begin = time.perf_counter()
-    logits = deep_kernels.fp8_fp4_mqa_logits((q_values, q_scale), index.keys, weights, starts, ends, clean_logits=True)
-    _synchronize(device)
-    seconds = time.perf_counter() - begin
+    work = num_rows * len(terms) * num_tokens * HEAD_DIM
+    with one_thread() if work <= SMALL_CALL else nullcontext():
+        num_threads = torch.get_num_threads()
+        _synchronize(device)
+        begin = time.perf_counter()
+        logits = deep_kernels.fp8_fp4_mqa_logits(
+            (q_values, q_scale), index.keys, weights, starts, ends, clean_logits=True
+        )
+        _synchronize(device)
+        seconds = time.perf_counter() - begin
 
     unit = torch.ones_like(scale) if index.format == "fp8" else scale
     agreement, largest_error = _compare(index, dequantize(heads, unit, index.format), weights.double(), logits)
-    return Scores(list(terms), logits.float().cpu(), seconds, agreement, largest_error)
+    return Scores(list(terms), logits.float().cpu(), seconds, num_threads, agreement, largest_error)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -677,7 +685,7 @@ def report(index: Index, query: str, top: int, index_seconds: float, color: bool
     if index.device.type == "cuda":
         device = f"cuda ({torch.cuda.get_device_name(index.device)})"
     else:
-        device = f"cpu ({torch.get_num_threads()} threads)"
+        device = f"cpu ({scores.num_threads} thread{'s' if scores.num_threads > 1 else ''})"
     lines = [
         f"text:      {index.corpus.description}, {len(index.corpus.text):,} characters, {num_tokens:,} tokens",
         "terms:     " + ", ".join(f"{_printable(term.word)} {term.rarity:.1f}" for term in terms) + " (rarity)",

@@ -17,16 +17,12 @@ import argparse
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -59,7 +55,7 @@ class Row:
     cached: int = 0
     registers: int = 0
     seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # one line per kernel
 
 
 def pairwise(specs: Sequence[Spec]) -> list[int]:
@@ -99,26 +95,6 @@ def collect(arch: str, only: Sequence[str] = (), subset: str | None = None) -> l
     return jobs
 
 
-def find_disassembler() -> str | None:
-    """nvdisasm of torch's triton package or of the PATH."""
-    triton = find_spec("triton")
-    for folder in (triton.submodule_search_locations or []) if triton else []:
-        tool = Path(folder) / "backends" / "nvidia" / "bin" / "nvdisasm"
-        if os.access(tool, os.X_OK):
-            return str(tool)
-    return shutil.which("nvdisasm")
-
-
-def count_wgmma(disassembler: str, cubin: bytes) -> int:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{disassembler} failed: {(done.stderr or done.stdout).strip()}")
-    return len(WGMMA.findall(done.stdout))
-
-
 def problems_of(about: Mapping[str, Any], num_wgmma: int | None) -> list[str]:
     """What is wrong with an entry; `num_wgmma` as counted in its machine code, None if nothing could count."""
     found = []
@@ -132,23 +108,26 @@ def problems_of(about: Mapping[str, Any], num_wgmma: int | None) -> list[str]:
     return found
 
 
-def check(report: Report, disassembler: str | None) -> list[str]:
+def check(report: Report, with_wgmma: bool) -> list[str]:
     """What is wrong with a kernel that was built."""
-    from deep_kernels import _C
+    from deep_kernels import inspector
 
     about = json.loads(report["about"])
-    num_wgmma = None
+    if not report["file"]:
+        return [*problems_of(about, None), "could not be written"]
     # Other targets have no wgmma at all: the assembler refuses it.
-    if disassembler and about["target"].startswith("sm_90"):
-        if not report["file"]:
-            return [*problems_of(about, None), "could not be written, so its wgmma are not counted"]
-        num_wgmma = count_wgmma(disassembler, _C.read_entry(report["file"])["cubin"])
-    return problems_of(about, num_wgmma)
+    if not with_wgmma or not about["target"].startswith("sm_90"):
+        return problems_of(about, None)
+    entry = inspector.read_entry(Path(report["file"]))
+    if entry.fault:
+        return [f"cannot be read back: {entry.fault}"]
+    return problems_of(about, len(WGMMA.findall(inspector.sass(entry))))
 
 
-def run(job: Job, disassembler: str | None) -> tuple[Report | None, list[str]]:
+def run(job: Job, with_wgmma: bool) -> tuple[Report | None, list[str]]:
     """Builds and checks one kernel; an exception becomes a problem, so that the others go on."""
     from deep_kernels import CompileError
+    from deep_kernels.inspector import InspectorError
 
     try:
         report = job.build()
@@ -157,15 +136,15 @@ def run(job: Job, disassembler: str | None) -> tuple[Report | None, list[str]]:
         reason = next((line for line in lines if "error" in line), lines[0])
         return None, [f"does not compile: {reason.strip()}"]
     try:
-        return report, check(report, disassembler)
-    except (ValueError, RuntimeError, OSError) as error:
+        return report, check(report, with_wgmma)
+    except (InspectorError, OSError) as error:
         return report, [f"cannot be checked: {error}"]
 
 
 def compile_jobs(
     jobs: Sequence[Job],
     num_jobs: int,
-    disassembler: str | None,
+    with_wgmma: bool,
     progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda futures, total: futures,
 ) -> dict[tuple[str, str], Row]:
     """Threads are enough: NVRTC and the extension release the interpreter lock and compile side by side."""
@@ -173,7 +152,7 @@ def compile_jobs(
     problems: dict[int, list[str]] = {}
     pool = ThreadPoolExecutor(max_workers=num_jobs)
     try:
-        futures = {pool.submit(run, job, disassembler): i for i, job in enumerate(jobs)}
+        futures = {pool.submit(run, job, with_wgmma): i for i, job in enumerate(jobs)}
         for future in progress(as_completed(futures), len(jobs)):
             index = futures[future]
             job = jobs[index]
@@ -188,28 +167,33 @@ def compile_jobs(
     finally:
         pool.shutdown(cancel_futures=True)
     for index, job in enumerate(jobs):
-        rows[job.arch, job.kernel].problems += [f"{job}: {problem}" for problem in problems[index]]
+        if problems[index]:
+            rows[job.arch, job.kernel].faults.append(f"{job}: {'; '.join(problems[index])}")
     return rows
 
 
 def render(rows: Mapping[tuple[str, str], Row], seconds: float) -> str:
     head = ("arch", "kernel", "kernels", "compiled", "cached", "faulty", "registers", "seconds")
-    table = [head]
+    table: list[tuple[str, ...]] = [head]
     for (arch, kernel), row in rows.items():
-        numbers = (row.kernels, row.compiled, row.cached, len(row.problems), row.registers)
-        table.append((arch, kernel, *map(str, numbers), f"{row.seconds:.1f}"))
+        counts = (row.kernels, row.compiled, row.cached, len(row.faults), row.registers)
+        table.append((arch, kernel, *map(str, counts), f"{row.seconds:.1f}"))
     widths = [max(len(line[i]) for line in table) for i in range(len(head))]
     lines = []
     for line in table:
-        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
-        lines.append("  ".join(cells))
+        names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        lines.append("  ".join(names + numbers))
     total = sum(row.kernels for row in rows.values())
-    lines.append(f"{total} kernels in {seconds:.1f} s; registers: the most of any thread; seconds: summed over jobs")
+    lines.append(f"{total} kernels in {seconds:.1f} s; registers: the most at a launch; seconds: summed over kernels")
     return "\n".join(lines)
 
 
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    words = lambda text: [word for word in text.split(",") if word]  # noqa: E731
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -229,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         import deep_kernels
-        from deep_kernels import _C
+        from deep_kernels import _C, inspector
     except ImportError as error:
         print(f"deep_kernels is not installed for {sys.executable} ({error}): run scripts/setup.sh", file=sys.stderr)
         return 2
@@ -247,17 +231,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(map(str, jobs)))
         return 0
-    disassembler = find_disassembler()
-    if disassembler is None:
-        print("nvdisasm is neither in torch's triton package nor on PATH: wgmma are not counted", file=sys.stderr)
+    with_wgmma = inspector.disassembler() is not None
+    if not with_wgmma:
+        print("no disassembler in torch's triton package or on PATH: wgmma are not counted", file=sys.stderr)
 
     begin = time.monotonic()
-    rows = compile_jobs(jobs, args.jobs, disassembler, progress_bar)
+    rows = compile_jobs(jobs, args.jobs, with_wgmma, progress_bar)
     print(render(rows, time.monotonic() - begin))
-    problems = [problem for row in rows.values() for problem in row.problems]
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return 1 if problems else 0
+    faults = [fault for row in rows.values() for fault in row.faults]
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
 
 
 def progress_bar(futures: Iterable[Any], total: int) -> Iterable[Any]:

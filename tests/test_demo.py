@@ -89,9 +89,7 @@ def test_mx_formats_rank_as_well(format: str) -> None:
     assert missed == []
 
 
-@pytest.mark.parametrize(
-    ("asked", "least"), [(demo_queries.WHILE_TUNING, 80), (demo_queries.AFTER_REPAIR, 8)]
-)
+@pytest.mark.parametrize(("asked", "least"), [(demo_queries.WHILE_TUNING, 80), (demo_queries.AFTER_REPAIR, 8)])
 def test_most_other_questions_hit(asked: tuple[tuple[str, str], ...], least: int) -> None:
     hits = sum(topic in first_three(topic_index(), question) for question, topic in asked)
     assert hits >= least
@@ -208,9 +206,7 @@ def test_passages_cover_every_token_once() -> None:
     names = sum(end - begin for begin, end in _name_ranges(index))
     covered = sum(end - begin for begin, end in index.passage_spans.ranges)
     assert covered + names == len(index.words)
-    assert all(
-        a[1] <= b[0] for a, b in zip(index.passage_spans.ranges, index.passage_spans.ranges[1:], strict=False)
-    )
+    assert all(a[1] <= b[0] for a, b in zip(index.passage_spans.ranges, index.passage_spans.ranges[1:], strict=False))
     assert max(end - begin for begin, end in index.passage_spans.ranges) <= demo.MAX_TOKENS + demo.MIN_TOKENS
 
 
@@ -225,10 +221,7 @@ def test_a_text_with_headings(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert demo.main(["slug", "copper", "--text", path, "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^1\. Pests, line 14 ", out, re.MULTILINE)
-    assert (
-        "  > Aphids sit under the leaves. A ladybird eats fifty of them a day, and slugs hate copper tape."
-        in out
-    )
+    assert "  > Aphids sit under the leaves. A ladybird eats fifty of them a day, and slugs hate copper tape." in out
     assert path in out
 
 
@@ -238,15 +231,11 @@ def test_a_markdown_text(tmp_path: Path) -> None:
     assert [document.name for document in index.corpus.documents] == ["notes.txt", "Fruit", "Citrus", "Roots"]
     assert search(index, "lemon")[0][0] == "Citrus"
     # A passage under a heading is also found by the headings above it.
-    citrus = next(
-        passage for passage in index.passages if index.corpus.documents[passage.document].name == "Citrus"
-    )
+    citrus = next(passage for passage in index.passages if index.corpus.documents[passage.document].name == "Citrus")
     assert len(citrus.headings) == 2
 
 
-def test_a_text_without_headings_shows_several_passages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_without_headings_shows_several_passages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filler = " ".join(f"filler{number}" for number in range(60))
     text = "\n\n".join([filler, "the otter swims. " + filler, filler, "an otter sleeps. " + filler])
     assert demo.main(["otter", "--text", write(tmp_path, text), "--device", "cpu"]) == 0
@@ -373,9 +362,7 @@ def test_refused_arguments(arguments: list[str], sentence: str, capsys: pytest.C
         (b"\x7fELF\x02\x01\x00\x00\x00words", "is not a text: it contains zero bytes"),
     ],
 )
-def test_refused_files(
-    content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_files(content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, content)
     assert refusal(["otter", "--text", path], capsys) == f"{path} {sentence}"
 
@@ -399,9 +386,7 @@ def test_unknown_options(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert "error: " in capsys.readouterr().err
 
 
-def test_no_topics_in_this_python(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_topics_in_this_python(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     assert "name a text with --text FILE" in refusal(["otter"], capsys)
 
@@ -474,9 +459,7 @@ def test_report(format: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in out
 
 
-def test_color_only_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_color_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def output(terminal: bool) -> str:
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
         assert demo.main(["lambda", "expressions", "--device", "cpu"]) == 0
@@ -503,9 +486,7 @@ def test_output_in_a_narrow_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
         written.append(text.encode("ascii").decode())
         return len(text)
 
-    monkeypatch.setattr(
-        sys, "stdout", types.SimpleNamespace(encoding="ascii", write=accept, flush=lambda: None)
-    )
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(encoding="ascii", write=accept, flush=lambda: None))
     demo._write(["naïve “quotes”"])
     assert "".join(written) == "na?ve ?quotes?\n"
 

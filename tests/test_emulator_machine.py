@@ -448,6 +448,19 @@ CHECKS: list[tuple[str, str, dict[str, object], str, tuple[str, ...]]] = [
     ("registers that others give up",
      "if (thread < 128) ptx::set_max_registers_up<152>();\n else ptx::set_max_registers_down<104>();",
      {"threads": 256 + 256}, "", ()),
+    ("loads back what nobody wrote", "ptx::load_global_written(reinterpret_cast<const i32*>(out0) + thread);",
+     {"outputs": [torch.zeros(32)]}, "uninitialized", ("element", "out0")),
+    ("loads back what another lane wrote",
+     "ptx::store_global(reinterpret_cast<i32*>(out0) + thread, 1);\n"
+     "ptx::load_global_written(reinterpret_cast<const i32*>(out0) + (thread ^ 1));", {"outputs": [torch.zeros(32)]},
+     "race uninitialized", ("element", "out0")),
+    ("loads back what another lane wrote before they met",
+     "ptx::store_global(reinterpret_cast<i32*>(out0) + thread, 1);\nptx::sync_threads();\n"
+     "ptx::load_global_written(reinterpret_cast<const i32*>(out0) + (thread ^ 1));", {"outputs": [torch.zeros(32)]},
+     "", ()),
+    ("TMA from a column off a multiple of 16 bytes",
+     SETUP + "if (thread == 0) ptx::tma_load_1d(kBase, maps.map[0], barrier, 3);",
+     {"maps": [Map(torch.zeros(32), [32])]}, "tensor-map", ("coordinate 3", "multiple of 16")),
     ("TMA into memory that was stored to, no fence",
      SETUP + "ptx::store_shared_i32(kBase + 4 * thread, 1);\n" + SYNC + "if (thread == 0) {"
      "ptx::mbarrier_arrive_expect_tx(barrier, 128); ptx::tma_load_1d(kBase, maps.map[0], barrier, 0); }\n"

@@ -122,17 +122,12 @@ def test_conversion_beyond_the_range(dtype: torch.dtype) -> None:
 
 
 def test_fp8_scale_is_amax_over_448() -> None:
-    x = (
-        torch.randn(1000, 128, generator=torch.Generator().manual_seed(1))
-        * torch.logspace(-30, 30, 1000)[:, None]
-    )
+    x = torch.randn(1000, 128, generator=torch.Generator().manual_seed(1)) * torch.logspace(-30, 30, 1000)[:, None]
     values, scale = formats.quantize_fp8(x)
     expected = (x.abs().amax(-1).double() / 448).float()
     assert torch.equal(scale, expected)
     # The largest element of every row is the largest code.
-    assert torch.equal(
-        oracle.decode_values(values, "fp8").abs().amax(-1), torch.full((1000,), 448.0).double()
-    )
+    assert torch.equal(oracle.decode_values(values, "fp8").abs().amax(-1), torch.full((1000,), 448.0).double())
 
 
 def test_fp8_zero_row_and_vanishing_row() -> None:
@@ -631,8 +626,6 @@ def test_oracle_logits_against_a_plain_loop(name: str) -> None:
                 if not inside[i, c]:
                     assert logits[i, c] == -INF
                     continue
-                total = sum(
-                    float(weights[i, h]) * max(float(q_float[i, h] @ k_float[j]), 0.0) for h in range(3)
-                )
+                total = sum(float(weights[i, h]) * max(float(q_float[i, h] @ k_float[j]), 0.0) for h in range(3))
                 total *= float(k_scale[j]) if name == "fp8" else 1.0
                 assert float(logits[i, c]) == pytest.approx(total, rel=1e-5, abs=1e-5)

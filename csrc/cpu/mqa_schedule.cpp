@@ -34,6 +34,7 @@ void mqa_schedule(const at::Tensor& kv_start, const at::Tensor& kv_end, i64 num_
     total += mqa_block_cost(num_chunks[block]);
   }
 
+  const MqaCutPositions positions(total, num_sms);
   i32* cuts = schedule.mutable_data_ptr<i32>();  // [num_sms + 1, 2]
   i32 block = 0;
   i64 position = 0;  // cost of all blocks before `block`

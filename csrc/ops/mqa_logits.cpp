@@ -1,5 +1,6 @@
 #include "ops/mqa_logits.h"
 
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <fmt/format.h>
@@ -140,12 +141,12 @@ DType contract_dtype(at::ScalarType type) {
                             : (type == at::kHalf ? DType::float16 : DType::bfloat16);
 }
 
-MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::Tensor& out) {
-  const auto* scale = static_cast<const float*>(call.kv_scale.const_data_ptr());
+MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::Tensor& kv_scale,
+                        const at::Tensor& out) {
   return {
       .q = static_cast<const u8*>(call.q.const_data_ptr()),
       .kv = static_cast<const u8*>(call.kv.const_data_ptr()),
-      .kv_scale = scale,
+      .kv_scale = static_cast<const float*>(kv_scale.const_data_ptr()),
       .weights = call.weights.const_data_ptr(),
       .kv_start = static_cast<const i32*>(call.kv_start.const_data_ptr()),
       .kv_end = static_cast<const i32*>(call.kv_end.const_data_ptr()),
@@ -164,7 +165,6 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::T
       .num_heads = static_cast<i32>(p.num_heads),
       .width = static_cast<i32>(p.width),
       .num_cuts = call.schedule ? static_cast<i32>(call.schedule->size(0) / 2) : 0,
-      .kv_scale_lead = static_cast<i32>(reinterpret_cast<std::uintptr_t>(scale) % 16 / 4),
       .weights_dtype = contract_dtype(call.weights.scalar_type()),
       .compressed = p.compressed,
   };
@@ -229,11 +229,11 @@ int sms_of_call(c10::Device device) {
   return device.is_cpu() ? emulator::usable_sms() : usable_sms(device.index());
 }
 
-void run_emulated(const MqaLogitsCall& call, const MqaLogitsSpec& spec, const MqaLogitsArgs& args,
-                  const Arch& arch, int grid, const at::Tensor& out) {
+void run_emulated(const MqaLogitsCall& call, const at::Tensor& kv_scale, const MqaLogitsSpec& spec,
+                  const MqaLogitsArgs& args, const Arch& arch, int grid, const at::Tensor& out) {
   std::vector<emulator::Buffer> buffers = {emulator::buffer("logits", out, /*writable=*/true)};
   for_each_input(call, [&](const char* name, const at::Tensor& input) {
-    buffers.push_back(emulator::buffer(name, input));
+    buffers.push_back(emulator::buffer(name, &input == &call.kv_scale ? kv_scale : input));
   });
   const MqaLogitsMaps<MapDescription> maps = mqa_logits_maps(spec, args);
   const MapDescription list[] = {maps.q, maps.kv, maps.kv_scale};
@@ -247,9 +247,13 @@ void run_kernel(const MqaLogitsCall& call, const Problem& p, const MqaLogitsCase
                 const Arch& arch, const at::Tensor& out) {
   const c10::Device device = call.q.device();
   const MqaLogitsSpec spec = choose_mqa_logits_spec(wanted, arch);
-  const MqaLogitsArgs args = make_args(call, p, out);
+  // TMA takes bases at multiples of 16 bytes, and boxes that begin at multiples of 16 bytes too: a
+  // view that begins elsewhere is copied. It may be freed once the launch is in the stream.
+  const bool copies = spec.backend == Backend::sm90 && !is_aligned_16(call.kv_scale);
+  const at::Tensor kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale;
+  const MqaLogitsArgs args = make_args(call, p, kv_scale, out);
   const int grid = spec.grid(args, sms_of_call(device));
-  if (device.is_cpu()) return run_emulated(call, spec, args, arch, grid, out);
+  if (device.is_cpu()) return run_emulated(call, kv_scale, spec, args, arch, grid, out);
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
   if (spec.backend == Backend::sm90) {
     const MqaLogitsMaps<MapDescription> plain = mqa_logits_maps(spec, args);
@@ -328,15 +332,20 @@ at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_
   MqaScheduleArgs args{.kv_start = static_cast<const i32*>(kv_start.const_data_ptr()),
                        .kv_end = static_cast<const i32*>(kv_end.const_data_ptr()),
                        .schedule = static_cast<i32*>(schedule.mutable_data_ptr()),
+                       .num_chunks = nullptr,
                        .kv_start_stride = kv_start.stride(0),
                        .kv_end_stride = kv_end.stride(0),
                        .num_q = num_q,
                        .num_kv = num_tokens,
                        .num_sms = num_sms};
+  const at::Tensor workspace =
+      at::empty({spec.workspace_bytes(args)}, kv_start.options().dtype(at::kByte));
+  args.num_chunks = static_cast<i32*>(workspace.mutable_data_ptr());
   const int grid = spec.grid(args, num_sms);
   if (emulated) {
     emulator::launch(arch, spec, kernel_text(spec), grid, args, {},
                      {emulator::buffer("schedule", schedule, /*writable=*/true),
+                      emulator::buffer("workspace", workspace, /*writable=*/true),
                       emulator::buffer("cu_seq_len_k_start", kv_start),
                       emulator::buffer("cu_seq_len_k_end", kv_end)});
     return schedule;
@@ -405,18 +414,27 @@ MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& ar
 }
 
 KernelText kernel_text(const MqaLogitsSpec& spec) {
-  if (spec.backend == Backend::sm90)
-    return {"deep_kernels/kernels/mqa_logits_sm90.cuh", "MqaLogitsSpec", "mqa_logits_sm90",
-            "DK_GRID_CONSTANT dk::MqaLogitsArgs args,\n"
-            "DK_GRID_CONSTANT dk::MqaLogitsMaps<dk::ptx::TensorMap> maps",
-            "args, maps"};
-  return {"deep_kernels/kernels/mqa_logits_sm89.cuh", "MqaLogitsSpec", "mqa_logits_sm89",
-          "DK_GRID_CONSTANT dk::MqaLogitsArgs args", "args"};
+  const bool uses_maps = spec.backend == Backend::sm90;
+  return {.header = uses_maps ? "deep_kernels/kernels/mqa_logits_sm90.cuh"
+                              : "deep_kernels/kernels/mqa_logits_sm89.cuh",
+          .spec_type = "MqaLogitsSpec",
+          .function = uses_maps ? "mqa_logits_sm90" : "mqa_logits_sm89",
+          .params = uses_maps ? "DK_GRID_CONSTANT dk::MqaLogitsArgs args,\n"
+                                "DK_GRID_CONSTANT dk::MqaLogitsMaps<dk::ptx::TensorMap> maps"
+                              : "DK_GRID_CONSTANT dk::MqaLogitsArgs args",
+          .arguments = uses_maps ? "args, maps" : "args",
+          .args_type = "MqaLogitsArgs",
+          .args_bytes = sizeof(MqaLogitsArgs)};
 }
 
 KernelText kernel_text(const MqaScheduleSpec&) {
-  return {"deep_kernels/kernels/mqa_schedule.cuh", "MqaScheduleSpec", "mqa_schedule",
-          "DK_GRID_CONSTANT dk::MqaScheduleArgs args", "args"};
+  return {.header = "deep_kernels/kernels/mqa_schedule.cuh",
+          .spec_type = "MqaScheduleSpec",
+          .function = "mqa_schedule",
+          .params = "DK_GRID_CONSTANT dk::MqaScheduleArgs args",
+          .arguments = "args",
+          .args_type = "MqaScheduleArgs",
+          .args_bytes = sizeof(MqaScheduleArgs)};
 }
 
 }  // namespace deep_kernels

@@ -12,11 +12,13 @@ namespace deep_kernels {
 
 // What a kernel's text is made of beside its Spec.
 struct KernelText {
-  const char* header;     // the kernel header to include
-  const char* spec_type;  // "MqaLogitsSpec"
-  const char* function;   // device function template over the Spec
-  const char* params;     // parameters of the entry
-  const char* arguments;  // what the function gets
+  const char* header;      // the kernel header to include
+  const char* spec_type;   // "MqaLogitsSpec"
+  const char* function;    // device function template over the Spec
+  const char* params;      // parameters of the entry
+  const char* arguments;   // what the function gets
+  const char* args_type;   // "MqaLogitsArgs"
+  std::size_t args_bytes;  // its size on the host
 };
 
 namespace source_detail {
@@ -77,13 +79,17 @@ std::string generate_source(const Spec& spec, const KernelText& text, const std:
       "#include \"{header}\"\n"
       "namespace dk = deep_kernels;\n"
       "inline constexpr dk::{spec_type} kSpec{{\n{fields}}};\n"
+      "static_assert(sizeof(dk::{args_type}) == {args_bytes}, \"rebuild the extension: the headers "
+      "\"\n"
+      "              \"are not those it was built from\");\n"
       "DK_KERNEL(kSpec.num_threads())\n"
       "{entry}({params}) {{\n"
       "  dk::{function}<kSpec>({arguments});\n"
       "}}\n",
       fmt::arg("header", text.header), fmt::arg("spec_type", text.spec_type),
       fmt::arg("fields", fields), fmt::arg("entry", entry), fmt::arg("params", text.params),
-      fmt::arg("function", text.function), fmt::arg("arguments", text.arguments));
+      fmt::arg("function", text.function), fmt::arg("arguments", text.arguments),
+      fmt::arg("args_type", text.args_type), fmt::arg("args_bytes", text.args_bytes));
 }
 
 }  // namespace deep_kernels

@@ -153,6 +153,13 @@ void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrie
   check_map(map, is_parameter, place);
   if (map.rank != rank)
     fail("tensor-map", format("a %d-D load through a tensor map of rank %d", rank, map.rank), place);
+  // Seen on an H200: an illegal instruction.
+  const i64 first_byte = i64{coordinates[0]} * bytes_of(map.type);
+  if (first_byte % 16 != 0)
+    fail("tensor-map",
+         format("a load from coordinate %d, which is byte %lld of the row: must be a multiple of 16",
+                coordinates[0], first_byte),
+         place);
   const u32 bytes = box_bytes(map);
   shared.check_range(smem, bytes, 128, "TMA load", place);
   Mbarrier& barrier = find_mbarrier(barrier_addr, "TMA load", place);

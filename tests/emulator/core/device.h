@@ -38,6 +38,7 @@ u32 smem_addr(const void* pointer, At at);
 void load_shared(void* to, u32 addr, u32 bytes, At at);
 void store_shared(u32 addr, const void* from, u32 bytes, At at);
 void load_global(void* to, const void* address, u32 bytes, At at);
+void load_global_written(void* to, const void* address, u32 bytes, At at);
 void store_global(void* address, const void* from, u32 bytes, At at);
 
 // --- converged: all 32 lanes of a warp meet at one place in the text

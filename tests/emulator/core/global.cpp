@@ -98,6 +98,26 @@ void GlobalMemory::read_only(const void* address, u32 bytes, Place at) {
          at);
 }
 
+void GlobalMemory::read_written(const void* address, u32 bytes, Place at) {
+  const Tensor& tensor = find(address, bytes, bytes, "load", at, -1);
+  const i64 offset = static_cast<const u8*>(address) - tensor.begin;
+  const u32* clocks = machine.clocks_of(self().index);
+  for (i64 i = offset / tensor.element_bytes; i * tensor.element_bytes < offset + bytes; ++i) {
+    const Writer* writer = tensor.writable ? &tensor.writers[i] : nullptr;
+    if (writer == nullptr || writer->block < 0)
+      fail("uninitialized",
+           format("loads element %lld of %s %s, which this kernel has not written", i, tensor.name,
+                  tensor.shape.c_str()),
+           at);
+    if (writer->block != identity.block || clocks[writer->thread] < writer->clock)
+      fail("race",
+           format("loads element %lld of %s %s that another thread wrote: nothing orders the two",
+                  i, tensor.name, tensor.shape.c_str()) +
+               cite("the other is at", writer->place),
+           at);
+  }
+}
+
 void GlobalMemory::write(void* address, const void* from, u32 bytes, Place at) {
   Tensor& tensor = find(address, bytes, bytes, "store", at, -1);
   if (!tensor.writable)
@@ -127,6 +147,12 @@ void GlobalMemory::write(void* address, const void* from, u32 bytes, Place at) {
 void load_global(void* to, const void* address, u32 bytes, At at) {
   self().touched_global = true;
   global.read_only(address, bytes, place_of(at));
+  std::memcpy(to, address, bytes);
+}
+
+void load_global_written(void* to, const void* address, u32 bytes, At at) {
+  self().touched_global = true;
+  global.read_written(address, bytes, place_of(at));
   std::memcpy(to, address, bytes);
 }
 

@@ -12,6 +12,8 @@ class GlobalMemory {
   void check_read(const void* address, u32 bytes, u32 align, const char* use, Place at,
                   i32 thread = -1);
   void read_only(const void* address, u32 bytes, Place at);
+  // Of what this launch has written.
+  void read_written(const void* address, u32 bytes, Place at);
   void write(void* address, const void* from, u32 bytes, Place at);
 
  private:

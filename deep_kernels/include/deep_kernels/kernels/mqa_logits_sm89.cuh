@@ -75,7 +75,6 @@ struct Math {
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
   static constexpr i32 kSteps = S.head_dim / 32;  // k-steps of the MMA
   static constexpr i32 kStepPairs = max_of(1, kSteps / 2);
-  static constexpr i32 kSets = 16 / S.octets_per_token_set();  // of tokens: 2 at 8 heads, else 1
 
   const MqaLogitsArgs& args;
   Smem<S>& smem;
@@ -121,7 +120,7 @@ struct Math {
   }
 
   // Scores of one octet of query columns, summed into their heads.
-  DK_DEVICE void add_octet(float (&sum)[Sum::kSlots][2], i32 set, const u32 (&a)[kSteps][4],
+  DK_DEVICE void add_octet(float (&sum)[Sum::kSlots][2], const u32 (&a)[kSteps][4],
                            const u32 (&query)[kStepPairs], u32 weights, i32 octet) const {
     u32 b[kSteps][2];
     load_query_fragments(b, query, octet * 8 * S.head_dim);
@@ -130,7 +129,7 @@ struct Math {
     for (i32 step = 0; step < kSteps; ++step) ptx::mma_m16n8k32_e4m3(x, a[step], b[step]);
     float weight[2];
     ptx::load_shared_f32x2(weight, weights + octet * 8 * sizeof(float));
-    Sum::template add<false, false>(sum, set, x, weight);
+    Sum::template add<false, false>(sum, x, weight);
   }
 
   DK_DEVICE void stage(i32 group_row, i32 kv_row, i32 stage) const {
@@ -147,23 +146,23 @@ struct Math {
     for (i32 row = warp_row; row < warp_row + kWarpRows; row += kTileRows) {
       u32 a[kSteps][4];
       load_kv_fragments(a, rows + row * S.head_dim);
-      float sum[Sum::kSlots][2] = {};
-      DK_UNROLL
-      for (i32 set = 0; set < kSets; ++set) {
+      DK_NO_UNROLL
+      for (i32 set = 0; set < Sum::kSets; ++set) {
+        float sum[Sum::kSlots][2] = {};
         DK_NO_UNROLL
-        for (i32 first = 0; first < 16 / kSets; first += 4) {
+        for (i32 first = 0; first < S.octets_per_token_set(); first += 4) {
           DK_UNROLL
           for (i32 i = 0; i < 4; ++i)
-            add_octet(sum, set, a, query, weights, set * S.octets_per_token_set() + first + i);
+            add_octet(sum, a, query, weights, set * S.octets_per_token_set() + first + i);
         }
+        float kept[Sum::kSlots][Sum::kRows];
+        Sum::join(kept, sum);
+        store(kept, set, group_row, kv_row + row + Sum::row());
       }
-      float kept[Sum::kSlots][Sum::kRows];
-      Sum::join(kept, sum);
-      store(kept, group_row, kv_row + row + Sum::row());
     }
   }
 
-  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], i32 group_row,
+  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], i32 set, i32 group_row,
                        i32 kv_row) const {
     if (!Sum::stores()) return;
     float scale[Sum::kRows];
@@ -174,7 +173,7 @@ struct Math {
     }
     DK_UNROLL
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
-      const i32 row = group_row + Sum::token(slot);
+      const i32 row = group_row + Sum::first_token() + Sum::further(set, slot);
       const MqaWindow window = load_window(args, row, window_limit(args));
       const RowEdge edge = row_edge(args, window, row);
       Logit* origin = static_cast<Logit*>(args.logits) + row_origin(args, window, row);

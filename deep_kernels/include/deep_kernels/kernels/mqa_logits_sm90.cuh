@@ -236,8 +236,7 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
       ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_drained[stages.slot]), stages.parity);
       ptx::mbarrier_arrive_expect_tx(filled, kBytes);
       ptx::tma_load_2d(ptx::smem_addr(&smem.kv[stages.slot][0]), maps.kv, filled, 0, row);
-      ptx::tma_load_1d(ptx::smem_addr(&smem.kv_scale[stages.slot][0]), maps.kv_scale, filled,
-                       row + args.kv_scale_lead);
+      ptx::tma_load_1d(ptx::smem_addr(&smem.kv_scale[stages.slot][0]), maps.kv_scale, filled, row);
     }
   }
 }
@@ -258,17 +257,19 @@ struct Math {
   i32 tile_row;   // kv row inside a tile that this lane keeps first
   u32 query_low;  // descriptor of the group's query rows
   u32 kv_low;     // descriptor of kv stage 0
+  u32 origins;    // Unit::origin of the lane's first token, in shared memory
   float weight[32];
-  // Where kv row tile_row of the coming stage goes. Several slots leave no registers for several
+  // Where kv row tile_row of the coming stage goes. Several tokens leave no registers for several
   // pointers: there they are made anew for every tile.
-  static constexpr bool kKeepsPointers = Sum::kSlots == 1;
+  static constexpr bool kKeepsPointer = Sum::kSlots == 1;
   Logit* out;
   tile::Ring<S.kv_stages> stages;
 
-  DK_DEVICE i32 token_of(i32 slot) const { return group * S.tokens_per_group() + Sum::token(slot); }
-  DK_DEVICE Logit* row_pointer(const Unit<S.tokens_per_block()>& unit, i32 slot, i32 kv_row) const {
-    const i64 origin = ptx::load_shared_i64(ptx::smem_addr(&unit.origin[token_of(slot)]));
-    return static_cast<Logit*>(args.logits) + origin + kv_row + tile_row;
+  DK_DEVICE i32 first_token() const { return group * S.tokens_per_group() + Sum::first_token(); }
+  // `token` counts from the lane's first.
+  DK_DEVICE Logit* row_pointer(i32 token, i32 kv_row) const {
+    return static_cast<Logit*>(args.logits) + ptx::load_shared_i64(origins + 8 * token) + kv_row +
+           tile_row;
   }
   // Starts the scores of one tile: x is valid after a wait.
   DK_DEVICE void start_score(float (&x)[64], u32 kv) const {
@@ -280,32 +281,46 @@ struct Math {
     ptx::wgmma_commit_group();
   }
   template <bool kEdge>
-  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], const float* scale, i32 tile,
-                       const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
+  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], const float* scale, i32 set,
+                       i32 tile, const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
     DK_UNROLL
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
       Logit* row;
-      if constexpr (kKeepsPointers)
+      if constexpr (kKeepsPointer)
         row = out;
       else
-        row = row_pointer(unit, slot, kv_row);
+        row = row_pointer(Sum::further(set, slot), kv_row);
       DK_UNROLL
       for (i32 i = 0; i < Sum::kRows; ++i) {
         const float value = kept[slot][i] * scale[i];
         const i32 offset = tile * kTileRows + 8 * i;
-        Logit* address = row + offset;
+        if (!Sum::stores()) continue;
         if constexpr (!kEdge) {
-          if (Sum::stores()) store_logit(address, value);
+          store_logit(row + offset, value);
         } else {
-          const i32 token = token_of(slot);
+          const i32 token = first_token() + Sum::further(set, slot);
           const MqaWindow window{ptx::load_shared_i32(ptx::smem_addr(&unit.window_begin[token])),
                                  ptx::load_shared_i32(ptx::smem_addr(&unit.window_end[token]))};
           const RowEdge edge =
               row_edge(args, window, ptx::load_shared_i32(ptx::smem_addr(&unit.row)) + token);
           const i32 column = kv_row + tile_row + offset - (args.compressed ? window.begin : 0);
-          if (Sum::stores()) store_edge<S.clean != Clean::off>(address, column, edge, value);
+          store_edge<S.clean != Clean::off>(row + offset, column, edge, value);
         }
       }
+    }
+  }
+
+  // Sums and stores the token sets of a tile one after the other.
+  template <bool kEdge, i32 kSet = 0>
+  DK_DEVICE void reduce(const float (&x)[64], const float* scale, i32 tile,
+                        const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
+    if constexpr (kSet < Sum::kSets) {
+      float sum[Sum::kSlots][2];
+      float kept[Sum::kSlots][Sum::kRows];
+      Sum::template add_set<kSet>(sum, x, weight);
+      Sum::join(kept, sum);
+      store<kEdge>(kept, scale, kSet, tile, unit, kv_row);
+      reduce<kEdge, kSet + 1>(x, scale, tile, unit, kv_row);
     }
   }
 
@@ -325,11 +340,7 @@ struct Math {
       if (ptx::lane_index() == 0)
         ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
     }
-    float sum[Sum::kSlots][2];
-    float kept[Sum::kSlots][Sum::kRows];
-    Sum::add_all(sum, x, weight);
-    Sum::join(kept, sum);
-    store<kEdge>(kept, scale, tile, unit, kv_row);
+    reduce<kEdge>(x, scale, tile, unit, kv_row);
   }
 
   template <bool kEdge>
@@ -347,7 +358,7 @@ struct Math {
         one_tile<kEdge>(tile, kv, scales, unit, scale_up, kv_row);
     }
     stages.next();
-    if constexpr (kKeepsPointers) out += S.kv_stage_rows();
+    if constexpr (kKeepsPointer) out += S.kv_stage_rows();
   }
 
   DK_DEVICE void open_unit(const Unit<S.tokens_per_block()>& unit, i32 slot, i32 kv_row) {
@@ -360,7 +371,8 @@ struct Math {
       weight[2 * octet] = pair[0];
       weight[2 * octet + 1] = pair[1];
     }
-    if constexpr (kKeepsPointers) out = row_pointer(unit, 0, kv_row);
+    origins = ptx::smem_addr(&unit.origin[first_token()]);
+    if constexpr (kKeepsPointer) out = row_pointer(0, kv_row);
   }
 
   DK_DEVICE void run() {
@@ -376,11 +388,12 @@ struct Math {
       if (num_stages == 0) return;
       i32 kv_row = ptx::load_shared_i32(ptx::smem_addr(&unit.kv_begin));
       const float scale_up = ptx::load_shared_f32(ptx::smem_addr(&unit.scale_up));
-      const i32 full_begin = ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group]));
-      const i32 full_end = ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
       open_unit(unit, units.slot, kv_row);
       DK_NO_UNROLL
       for (; num_stages > 0; --num_stages, kv_row += S.kv_stage_rows()) {
+        // Read for every stage: registers are scarcer than these loads.
+        const i32 full_begin = ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group]));
+        const i32 full_end = ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
         if (kv_row >= full_begin && kv_row + S.kv_stage_rows() <= full_end)
           stage<false>(unit, scale_up, kv_row);
         else

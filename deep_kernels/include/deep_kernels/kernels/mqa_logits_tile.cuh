@@ -53,16 +53,17 @@ DK_DEVICE float load_weight(const MqaLogitsArgs& args, i32 row, i32 head) {
 // How the four lanes that share a kv row split and join the heads of their tokens.
 template <MqaLogitsSpec S>
 struct HeadSum {
-  // Tokens whose columns a lane holds: its slots. 1 down to 32 heads, then 2 and 4.
-  static constexpr i32 kSlots = max_of(1, S.tokens_per_group() / 4);
+  // A token set is what consecutive octets share: all tokens of the group, or half of them at 8
+  // heads.
+  static constexpr i32 kSets = 16 / S.octets_per_token_set();
+  // Tokens of one set whose columns a lane holds: its slots. 1 down to 32 heads, then 2.
+  static constexpr i32 kSlots = S.num_heads >= 32 ? 1 : 2;
   // Kv rows a lane keeps after joining with its neighbours: both, or one of them.
   static constexpr i32 kRows = S.num_heads <= 32 ? 2 : 1;
 
-  // Token of a slot inside the group.
-  static DK_DEVICE i32 token(i32 slot) {
-    const i32 column = (slot / 2) * S.octets_per_token_set() * 8 + 2 * (ptx::lane_index() % 4);
-    return S.token_of(column + slot % 2);
-  }
+  // The lane's tokens inside the group: the first, and how much further the others are.
+  static DK_DEVICE i32 first_token() { return S.token_of(2 * (ptx::lane_index() % 4)); }
+  static constexpr i32 further(i32 set, i32 slot) { return set * S.tokens_per_octet() + slot; }
   // First kv row of the 16-row MMA tile that the lane keeps; the second, if any, is 8 further.
   static DK_DEVICE i32 row() {
     const i32 lane = ptx::lane_index();
@@ -71,15 +72,15 @@ struct HeadSum {
   // At 128 heads two lanes end up with the same sum; one of them stores it.
   static DK_DEVICE bool stores() { return S.num_heads <= 64 || ptx::lane_index() % 4 < 2; }
 
-  // sum[slot][r] += weights times relu of one octet's four scores x[2r + e]; `set` is the octet's
-  // token set. With kFirst it begins the sum.
+  // sum[slot][r] += weights times relu of one octet's four scores x[2r + e]. With kFirst it begins
+  // the sum.
   template <bool kSaturates, bool kFirst>
-  static DK_DEVICE void add(float (&sum)[kSlots][2], i32 set, const float* x, const float* weight) {
+  static DK_DEVICE void add(float (&sum)[kSlots][2], const float* x, const float* weight) {
     DK_UNROLL
     for (i32 e = 0; e < 2; ++e) {
       DK_UNROLL
       for (i32 r = 0; r < 2; ++r) {
-        float& total = sum[kSlots == 1 ? 0 : 2 * set + e][r];
+        float& total = sum[kSlots == 1 ? 0 : e][r];
         const float score = x[2 * r + e];
         const float positive = kSaturates ? ptx::mul_sat(score, kSatScore) : ptx::max(score, 0.0f);
         const bool begins = kFirst && (kSlots > 1 || e == 0);
@@ -87,14 +88,14 @@ struct HeadSum {
       }
     }
   }
-  // All octets of a tile whose weights carry kSatWeight where octets saturate.
-  template <i32 kOctet = 0>
-  static DK_DEVICE void add_all(float (&sum)[kSlots][2], const float (&x)[64],
+  // All octets of a token set; the weights carry kSatWeight where octets saturate.
+  template <i32 kSet, i32 kOctet = kSet * S.octets_per_token_set()>
+  static DK_DEVICE void add_set(float (&sum)[kSlots][2], const float (&x)[64],
                                 const float (&weight)[32]) {
-    if constexpr (kOctet < 16) {
-      add<octet_saturates(kOctet), kOctet % S.octets_per_token_set() == 0>(
-          sum, kOctet / S.octets_per_token_set(), x + 4 * kOctet, weight + 2 * kOctet);
-      add_all<kOctet + 1>(sum, x, weight);
+    if constexpr (kOctet < (kSet + 1) * S.octets_per_token_set()) {
+      add<octet_saturates(kOctet), kOctet % S.octets_per_token_set() == 0>(sum, x + 4 * kOctet,
+                                                                           weight + 2 * kOctet);
+      add_set<kSet, kOctet + 1>(sum, x, weight);
     }
   }
 

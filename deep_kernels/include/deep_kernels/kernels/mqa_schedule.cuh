@@ -27,28 +27,40 @@ struct SpanScan {
   static constexpr i32 kTokensPerLane = kTokens / kLanes;
   static constexpr i32 kBlocks = 32 / kLanes;
 
-  // Span of block `first_block + lane / kLanes`, the same in all lanes that share it. Converged.
+  // What a lane has seen of its block: an empty window changes nothing.
+  struct Bounds {
+    i32 begin;
+    i32 end;
+  };
   template <class Args>
-  static DK_DEVICE MqaSpan load(const Args& args, i32 first_block) {
+  static DK_DEVICE Bounds look(const Args& args, i32 first_block) {
     const i32 lane = ptx::lane_index();
     const i32 row = (first_block + lane / kLanes) * kTokens + lane % kLanes;
     const i32 limit = window_limit(args);
-    i32 begin = args.num_kv;
-    i32 end = 0;
+    Bounds seen{args.num_kv, 0};
     DK_UNROLL
     for (i32 i = 0; i < kTokensPerLane; ++i) {
       const MqaWindow window = load_window(args, row + i * kLanes, limit);
       if (window.begin < window.end) {
-        begin = min_of(begin, window.begin);
-        end = max_of(end, window.end);
+        seen.begin = min_of(seen.begin, window.begin);
+        seen.end = max_of(seen.end, window.end);
       }
     }
+    return seen;
+  }
+  // Joins the lanes of a block. Converged.
+  static DK_DEVICE MqaSpan span(Bounds seen) {
     DK_UNROLL
     for (i32 step = 1; step < kLanes; step *= 2) {
-      begin = min_of(begin, ptx::shuffle_xor(begin, step));
-      end = max_of(end, ptx::shuffle_xor(end, step));
+      seen.begin = min_of(seen.begin, ptx::shuffle_xor(seen.begin, step));
+      seen.end = max_of(seen.end, ptx::shuffle_xor(seen.end, step));
     }
-    return mqa_span(begin, end);
+    return mqa_span(seen.begin, seen.end);
+  }
+  // Span of block `first_block + lane / kLanes`, the same in all lanes that share it. Converged.
+  template <class Args>
+  static DK_DEVICE MqaSpan load(const Args& args, i32 first_block) {
+    return span(look(args, first_block));
   }
 };
 
@@ -64,44 +76,37 @@ DK_DEVICE BlockRange warp_blocks(i32 num_blocks, i32 warp) {
   return {begin, min_of(begin + per_warp, num_blocks)};
 }
 
-// Cost of a warp's blocks; the same in all lanes. Converged.
-template <i32 kTokens, class Args>
-DK_DEVICE i64 cost_of_blocks(const Args& args, BlockRange blocks) {
+// Calls visit(block, span, leads) for a warp's blocks, kBlocks at a time: `block` is the lane's,
+// and one lane of each block that exists leads it. The windows of kAhead steps are loaded together:
+// the loads are all latency, but every step more is code to compile. Converged, also inside the
+// visits.
+template <i32 kTokens, i32 kAhead, class Args, class Visit>
+DK_DEVICE void for_each_span(const Args& args, BlockRange blocks, Visit&& visit) {
   using Scan = SpanScan<kTokens>;
   const i32 lane = ptx::lane_index();
-  i64 cost = 0;
   DK_NO_UNROLL
-  for (i32 block = blocks.begin; block < blocks.end; block += Scan::kBlocks) {
-    const MqaSpan span = Scan::load(args, block);
-    const bool counts = lane % Scan::kLanes == 0 && block + lane / Scan::kLanes < blocks.end;
-    cost += counts ? mqa_block_cost(span.num_chunks) : 0;
+  for (i32 first = blocks.begin; first < blocks.end; first += kAhead * Scan::kBlocks) {
+    typename Scan::Bounds seen[kAhead];
+    DK_UNROLL
+    for (i32 i = 0; i < kAhead; ++i) seen[i] = Scan::look(args, first + i * Scan::kBlocks);
+    DK_UNROLL
+    for (i32 i = 0; i < kAhead; ++i) {
+      const i32 block = first + i * Scan::kBlocks + lane / Scan::kLanes;
+      visit(block, Scan::span(seen[i]), lane % Scan::kLanes == 0 && block < blocks.end);
+    }
   }
-  DK_UNROLL
-  for (i32 step = 1; step < 32; step *= 2) cost += ptx::shuffle_xor(cost, step);
-  return cost;
 }
 
-// Calls visit(block, position, span) for every block of a warp, in the lane that leads the block;
-// `position` is the cost of all blocks before it. Converged around, not inside, the visits.
-template <i32 kTokens, class Args, class Visit>
-DK_DEVICE void for_each_block(const Args& args, BlockRange blocks, i64 position, Visit&& visit) {
-  using Scan = SpanScan<kTokens>;
+// Inclusive prefix sum over the lanes, of which every kEvery-th has a value. Converged.
+template <i32 kEvery>
+DK_DEVICE i32 prefix_sum(i32 value) {
   const i32 lane = ptx::lane_index();
-  DK_NO_UNROLL
-  for (i32 first = blocks.begin; first < blocks.end; first += Scan::kBlocks) {
-    const i32 block = first + lane / Scan::kLanes;
-    const MqaSpan span = Scan::load(args, first);
-    const bool leads = lane % Scan::kLanes == 0 && block < blocks.end;
-    const i32 cost = leads ? mqa_block_cost(span.num_chunks) : 0;
-    i32 sum = cost;  // inclusive prefix over the lanes, at most 32 * 2^23
-    DK_UNROLL
-    for (i32 step = Scan::kLanes; step < 32; step *= 2) {
-      const i32 below = ptx::shuffle_up(sum, step);
-      if (lane >= step) sum += below;
-    }
-    if (leads) visit(block, position + sum - cost, span);
-    position += ptx::shuffle(sum, 32 - Scan::kLanes);
+  DK_UNROLL
+  for (i32 step = kEvery; step < 32; step *= 2) {
+    const i32 below = ptx::shuffle_up(value, step);
+    if (lane >= step) value += below;
   }
+  return value;
 }
 
 // Shared by all warps of a block: costs on the way, the block's run at the end.
@@ -123,11 +128,12 @@ struct ScheduleSums {
   i64 before;
   i64 total;
 };
-// All threads of the block together; ends with a block barrier behind the last write.
-template <i32 kTokens, i32 kWarps, class Args>
-DK_DEVICE ScheduleSums sum_costs(const Args& args, BlockRange blocks, i32 warp,
-                                 ScheduleScratch& scratch) {
-  const i64 cost = cost_of_blocks<kTokens>(args, blocks);
+// Adds the costs up that the lanes of all warps have seen. All threads of the block together; holds
+// a block barrier.
+template <i32 kWarps>
+DK_DEVICE ScheduleSums sum_costs(i64 cost, i32 warp, ScheduleScratch& scratch) {
+  DK_UNROLL
+  for (i32 step = 1; step < 32; step *= 2) cost += ptx::shuffle_xor(cost, step);
   if (ptx::lane_index() == 0) ptx::store_shared_i64(ptx::smem_addr(&scratch.warp_cost[warp]), cost);
   ptx::sync_threads();
   ScheduleSums sums{0, 0};
@@ -147,7 +153,11 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
   const i32 num_blocks = ceil_div(args.num_q, kTokens);
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
-  const ScheduleSums sums = sum_costs<kTokens, kWarps>(args, blocks, warp, scratch);
+  i64 seen = 0;
+  for_each_span<kTokens, 1>(args, blocks, [&](i32, MqaSpan span, bool leads) {
+    seen += leads ? mqa_block_cost(span.num_chunks) : 0;
+  });
+  const ScheduleSums sums = sum_costs<kWarps>(seen, warp, scratch);
   const MqaCutPositions cuts(sums.total, num_runs);
   i64 position[2];
   DK_UNROLL
@@ -156,13 +166,19 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
     if (ptx::thread_index() == 0 && position[side] >= sums.total)  // the end of the last run
       store_cut(scratch, side, {num_blocks, 0});
   }
-  for_each_block<kTokens>(args, blocks, sums.before, [&](i32 block, i64 begin, MqaSpan span) {
-    const i64 end = begin + mqa_block_cost(span.num_chunks);
+  i64 before = sums.before;
+  for_each_span<kTokens, 1>(args, blocks, [&](i32 block, MqaSpan span, bool leads) {
+    constexpr i32 kLanes = SpanScan<kTokens>::kLanes;
+    const i32 cost = leads ? mqa_block_cost(span.num_chunks) : 0;
+    const i32 sum = prefix_sum<kLanes>(cost);  // at most 32 * 2^23
+    const i64 end = before + sum;
     DK_UNROLL
     for (i32 side = 0; side < 2; ++side) {
-      if (position[side] >= begin && position[side] < end)
-        store_cut(scratch, side, mqa_cut_in_block(block, position[side] - begin, span.num_chunks));
+      if (leads && position[side] >= end - cost && position[side] < end)
+        store_cut(scratch, side,
+                  mqa_cut_in_block(block, position[side] - (end - cost), span.num_chunks));
     }
+    before += ptx::shuffle(sum, 32 - kLanes);
   });
 }
 
@@ -202,7 +218,8 @@ DK_DEVICE void find_run(const MqaLogitsArgs& args, ScheduleScratch& scratch) {
   }
 }
 
-// The pre-pass: every cut of num_sms equal runs.
+// The pre-pass: every cut of num_sms equal runs. First all spans are looked at, and the chunks of
+// each block noted down; then every lane takes a block and writes the cuts that fall into it.
 template <MqaScheduleSpec S>
 DK_DEVICE void mqa_schedule(const MqaScheduleArgs& args) {
   static_assert(S.invalid() == nullptr);
@@ -213,27 +230,45 @@ DK_DEVICE void mqa_schedule(const MqaScheduleArgs& args) {
   const i32 num_blocks = ceil_div(args.num_q, kTokens);
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
-  const ScheduleSums sums = sum_costs<kTokens, kWarps>(args, blocks, warp, scratch);
+  i64 seen = 0;
+  for_each_span<kTokens, 4>(args, blocks, [&](i32 block, MqaSpan span, bool leads) {
+    if (!leads) return;
+    seen += mqa_block_cost(span.num_chunks);
+    ptx::store_global(args.num_chunks + block, span.num_chunks);
+  });
+  const ScheduleSums sums = sum_costs<kWarps>(seen, warp, scratch);
   const auto write = [&](i32 index, MqaCut cut) {
     ptx::store_global(args.schedule + 2 * i64{index}, cut.block);
     ptx::store_global(args.schedule + 2 * i64{index} + 1, cut.chunk);
   };
   const MqaCutPositions cuts(sums.total, args.num_sms);
   // Cuts at the very end: the last one, and all of them where there is nothing to do.
+  DK_NO_UNROLL
   for (i32 i = ptx::thread_index(); i <= args.num_sms; i += S.num_threads()) {
     if (cuts(i) >= sums.total) write(i, {num_blocks, 0});
   }
   const float cuts_per_cost = static_cast<float>(args.num_sms) / static_cast<float>(sums.total);
-  for_each_block<kTokens>(args, blocks, sums.before, [&](i32 block, i64 begin, MqaSpan span) {
-    const i64 end = begin + mqa_block_cost(span.num_chunks);
+  i64 before = sums.before;
+  DK_NO_UNROLL
+  for (i32 first = blocks.begin; first < blocks.end; first += 32) {
+    const i32 block = first + ptx::lane_index();
+    const bool exists = block < blocks.end;
+    // Written by this warp: its lanes met at a block barrier since.
+    const i32 num_chunks = exists ? ptx::load_global_written(args.num_chunks + block) : 0;
+    const i32 cost = exists ? mqa_block_cost(num_chunks) : 0;
+    const i32 sum = prefix_sum<1>(cost);
+    const i64 end = before + sum;
+    const i64 begin = end - cost;
     // The first cut at or after `begin`: an estimate from below, then a few steps.
     i32 i = max_of(0, static_cast<i32>(static_cast<float>(begin) * cuts_per_cost) - 2);
-    for (; i < args.num_sms; ++i) {
+    DK_NO_UNROLL
+    for (; exists && i < args.num_sms; ++i) {
       const i64 position = cuts(i);
       if (position >= end) break;
-      if (position >= begin) write(i, mqa_cut_in_block(block, position - begin, span.num_chunks));
+      if (position >= begin) write(i, mqa_cut_in_block(block, position - begin, num_chunks));
     }
-  });
+    before += ptx::shuffle(sum, 31);
+  }
 }
 
 }  // namespace deep_kernels

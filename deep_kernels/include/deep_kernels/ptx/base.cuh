@@ -77,6 +77,9 @@ DK_DEVICE i32 load_global(const i32* address) { return __ldg(address); }
 DK_DEVICE float load_global(const float* address) { return __ldg(address); }
 DK_DEVICE u16 load_global(const u16* address) { return __ldg(address); }
 
+// Written by this block before a barrier.
+DK_DEVICE i32 load_global_written(const i32* address) { return *address; }
+
 DK_DEVICE void store_global(i32* address, i32 value) { *address = value; }
 DK_DEVICE void store_global(float* address, float value) { *address = value; }
 DK_DEVICE void store_global(u16* address, u16 value) { *address = value; }

@@ -90,6 +90,12 @@ inline u16 load_global(const u16* address, At at = At::current()) {
   return value;
 }
 
+inline i32 load_global_written(const i32* address, At at = At::current()) {
+  i32 value;
+  emulator::load_global_written(&value, address, sizeof(value), at);
+  return value;
+}
+
 inline void store_global(i32* address, i32 value, At at = At::current()) {
   emulator::store_global(address, &value, sizeof(value), at);
 }
