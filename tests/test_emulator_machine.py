@@ -285,9 +285,7 @@ def test_wgmma_reads_what_tma_wrote(span: int) -> None:
         maps=[Map(a, [64, span], span), Map(b, [128, span], span)],
     )  # fmt: skip
     c = torch.zeros(64, 128)
-    core().dk_emulator_wgmma_e4m3(
-        64, 128, span, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, c, wanted))
-    )
+    core().dk_emulator_wgmma_e4m3(64, 128, span, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, c, wanted)))
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
@@ -370,7 +368,8 @@ CHECKS: list[tuple[str, str, dict[str, object], str, tuple[str, ...]]] = [
      FILL + FENCE + SYNC + PLAIN_WGMMA + "ptx::store_shared_i32(kBase + 4 * thread, 1);" + WAIT_WGMMA,
      {"threads": 128}, "pending-async", ("still reads", "read by")),
     ("operand overwritten when only the own warp has waited",
-     FILL + FENCE + SYNC + PLAIN_WGMMA + WAIT_WGMMA + "if (thread < 32) ptx::store_shared_i32(kBase + 2048 + 4 * lane, 1);",
+     FILL + FENCE + SYNC + PLAIN_WGMMA + WAIT_WGMMA
+     + "if (thread < 32) ptx::store_shared_i32(kBase + 2048 + 4 * lane, 1);",
      {"threads": 128}, "race pending-async", ("wgmma of warp",)),
     ("accumulator added while in flight",
      FILL + FENCE + SYNC + PLAIN_WGMMA + "d[0] = ptx::fma(d[3], 2.0f, 1.0f);" + WAIT_WGMMA, {"threads": 128},
@@ -415,7 +414,8 @@ CHECKS: list[tuple[str, str, dict[str, object], str, tuple[str, ...]]] = [
      "ptx::load_shared_i32(kBase + 16 * thread);", {"inputs": [torch.zeros(16)]}, "pending-async", ("in flight",)),
     ("cp.async of another thread",
      "ptx::cp_async_16(kBase + 16 * thread, in0, 16); ptx::cp_async_commit_group(); ptx::cp_async_wait_group<0>();\n"
-     "ptx::load_shared_i32(kBase + 16 * (thread ^ 1));", {"inputs": [torch.zeros(16)]}, "race pending-async uninitialized", ()),
+     "ptx::load_shared_i32(kBase + 16 * (thread ^ 1));", {"inputs": [torch.zeros(16)]},
+     "race pending-async uninitialized", ()),
     ("cp.async and a barrier",
      "ptx::cp_async_16(kBase + 16 * thread, in0, 16); ptx::cp_async_commit_group(); ptx::cp_async_wait_group<0>();\n"
      "ptx::sync_threads(); ptx::load_shared_i32(kBase + 16 * (thread ^ 1));", {"inputs": [torch.zeros(16)]}, "", ()),

@@ -83,17 +83,13 @@ class Emulator:
     def __call__(self, launch: dict[str, Any]) -> None:
         """Compiles and runs one launch in place; raises EmulatorError for a fault of the kernel."""
         self.launches.append({key: launch[key] for key in ("op", "spec", "entry", "target", "grid")})
-        library = _load(
-            build.kernel_library(launch["source"], launch["entry"], include=self.include, flags=self.flags)
-        )
+        library = _load(build.kernel_library(launch["source"], launch["entry"], include=self.include, flags=self.flags))
         blobs = [launch["args"]]
         maps: bytes = launch.get("maps", b"")
         if maps:
             count = len(maps) // _MAP_BYTES
             blobs.append(
-                b"".join(
-                    maps[i * _MAP_BYTES : (i + 1) * _MAP_BYTES].ljust(_ENCODED_BYTES, b"\0") for i in range(count)
-                )
+                b"".join(maps[i * _MAP_BYTES : (i + 1) * _MAP_BYTES].ljust(_ENCODED_BYTES, b"\0") for i in range(count))
             )
         for index, blob in enumerate(blobs):
             expected = library.dk_emulator_param_bytes(index)

@@ -287,7 +287,8 @@ FAULTS = [
     ),
     _fault(
         "shared memory through a plain pointer", "sm89", SM89,
-        "  find_run<S>(args, smem.schedule);\n", "  smem.schedule.cut_block[0] = 0;\n  find_run<S>(args, smem.schedule);\n",
+        "  find_run<S>(args, smem.schedule);\n",
+        "  smem.schedule.cut_block[0] = 0;\n  find_run<S>(args, smem.schedule);\n",
         "direct-access", ("plain pointer",),
     ),
 ]  # fmt: skip

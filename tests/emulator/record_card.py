@@ -4,6 +4,7 @@ Writes tests/emulator/card_checksums.json, which the tests compare the emulator 
 kernel's arithmetic has changed on purpose.
 """
 
+# ruff: noqa: E402  (the checkout has to be on the path first)
 from __future__ import annotations
 
 import argparse
@@ -17,11 +18,11 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
 import torch
-from emulator import card
-from emulator.cases import MqaCase, checksum, run_mqa
 
 import deep_kernels
 from deep_kernels import _C
+from emulator import card
+from emulator.cases import MqaCase, checksum, run_mqa
 
 
 def _record(case: MqaCase, arch: str) -> list[dict[str, object]]:

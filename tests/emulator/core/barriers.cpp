@@ -47,7 +47,12 @@ void barrier_sync(u32 id, u32 num_threads, At at) {
   const Place place = place_of(at);
   meet(Meeting::barrier, id, num_threads, at);
   const Warp& warp = machine.warps[self().warp()];
+  const i64 begin = identity.time;
   while (warp.in_barrier) wait_for(Wait::barrier, place);
+  const i64 end = identity.time;
+  identity.time = begin;
+  trace::wait(format("barrier %u", id), -1, end, place);
+  identity.time = end + cycles::kBarrier;
 }
 
 void sync_threads(At at) { barrier_sync(0, static_cast<u32>(machine.num_threads), at); }
@@ -109,9 +114,8 @@ Mbarrier& find_mbarrier(u32 addr, const char* use, Place at) {
   shared.check_range(addr, 8, 8, use, at);
   const i32 index = shared.mbarrier_at(addr);
   if (index < 0)
-    fail("mbarrier", format("%s at %s, where no mbarrier was initialised", use,
-                            smem_name(addr).c_str()),
-         at);
+    fail("mbarrier",
+         format("%s at %s, where no mbarrier was initialised", use, smem_name(addr).c_str()), at);
   Mbarrier& barrier = machine.mbarriers[index];
   if (machine.current != nullptr &&
       machine.clocks_of(self().index)[barrier.init_thread] < barrier.init_clock)
@@ -127,14 +131,15 @@ void mbarrier_init(u32 addr, u32 arrivals, At at) {
   const Place place = place_of(at);
   shared.check_range(addr, 8, 8, "mbarrier.init", place);
   if (shared.mbarrier_at(addr) >= 0)
-    fail("mbarrier", format("initialises mbarrier %s again",
-                            machine.mbarriers[shared.mbarrier_at(addr)].name.c_str()),
+    fail("mbarrier",
+         format("initialises mbarrier %s again",
+                machine.mbarriers[shared.mbarrier_at(addr)].name.c_str()),
          place);
   if (arrivals == 0 || arrivals > kMaxBytes)
     fail("mbarrier", format("%u arrivals: must be from 1 to %lld", arrivals, kMaxBytes), place);
   if (machine.mbarriers.size() == kMaxMbarriers)
-    fail("mbarrier", format("more than %d mbarriers: raise kMaxMbarriers of the emulator",
-                            kMaxMbarriers),
+    fail("mbarrier",
+         format("more than %d mbarriers: raise kMaxMbarriers of the emulator", kMaxMbarriers),
          place);
   Thread& thread = self();
   shared.write(addr, 8, thread.index, place);
@@ -147,8 +152,8 @@ void mbarrier_init(u32 addr, u32 arrivals, At at) {
   barrier.init_thread = thread.index;
   barrier.init_clock = machine.clock_of(thread.index);
   barrier.agent = static_cast<Agent>(machine.num_threads + machine.num_warps + index);
-  for (auto* clocks : {&barrier.pending_clocks, &barrier.done_clocks, &barrier.pending_proxy,
-                       &barrier.done_proxy})
+  for (auto* clocks :
+       {&barrier.pending_clocks, &barrier.done_clocks, &barrier.pending_proxy, &barrier.done_proxy})
     clocks->assign(machine.num_agents, 0);
   machine.mbarriers.push_back(std::move(barrier));
   shared.mark_mbarrier(addr, index);
@@ -172,15 +177,18 @@ void mbarrier_arrive(u32 addr, u32 expected_bytes, At at) {
   }
   barrier.bytes += expected_bytes;
   if (barrier.bytes > kMaxBytes)
-    fail("mbarrier", format("mbarrier %s expects %lld bytes in one phase: it counts up to %lld",
-                            barrier.name.c_str(), barrier.bytes, kMaxBytes),
+    fail("mbarrier",
+         format("mbarrier %s expects %lld bytes in one phase: it counts up to %lld",
+                barrier.name.c_str(), barrier.bytes, kMaxBytes),
          place);
   --barrier.pending;
   barrier.arrived.emplace_back(thread.index, place);
   join(barrier.pending_clocks.data(), machine.clocks_of(thread.index), machine.num_agents);
   if (machine.proxy_used)
     join(barrier.pending_proxy.data(), machine.proxy_of(thread.index), machine.num_agents);
-  barrier.pending_time = std::max(barrier.pending_time, thread.time);
+  trace::mark("arrives at " + barrier.name, static_cast<i64>(barrier.phase), place);
+  spend(cycles::kShared);
+  barrier.pending_time = std::max(barrier.pending_time, identity.time);
   tick(thread.index);
   try_complete(barrier, place);
 }
@@ -200,21 +208,25 @@ void mbarrier_wait(u32 addr, u32 parity, At at) {
   join(machine.clocks_of(thread.index), barrier.done_clocks.data(), machine.num_agents);
   if (machine.proxy_used)
     join(machine.proxy_of(thread.index), barrier.done_proxy.data(), machine.num_agents);
-  thread.time = std::max(thread.time, barrier.done_time);
+  // The phase that has just let the thread through: the last one of this parity.
+  trace::wait(barrier.name, static_cast<i64>(barrier.phase) - 1, barrier.done_time, place);
+  wait_until(barrier.done_time);
+  spend(cycles::kShared);
 }
 
 void complete_bytes(const TmaCopy& copy) {
   Mbarrier& barrier = machine.mbarriers[copy.barrier];
   if (barrier.phase != copy.phase)
-    fail("mbarrier",
-         format("a copy counted by mbarrier %s was issued in phase %llu and ends in phase %llu: the "
-                "expected bytes do not add up",
-                barrier.name.c_str(), copy.phase, barrier.phase),
-         copy.place, copy.thread);
+    fail(
+        "mbarrier",
+        format("a copy counted by mbarrier %s was issued in phase %llu and ends in phase %llu: the "
+               "expected bytes do not add up",
+               barrier.name.c_str(), copy.phase, barrier.phase),
+        copy.place, copy.thread);
   --barrier.copies;
   barrier.bytes -= copy.bytes;
   barrier.pending_clocks[barrier.agent] = ++barrier.agent_clock;
-  barrier.pending_time = std::max(barrier.pending_time, copy.time);
+  barrier.pending_time = std::max(barrier.pending_time, copy.end);
   try_complete(barrier, copy.place);
 }
 

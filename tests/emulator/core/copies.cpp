@@ -33,7 +33,15 @@ void cp_async(u32 smem, const void* from, u32 size, u32 bytes, At at) {
   // The address must be good even where nothing is read.
   global.check_read(from, std::max(bytes, 1u), size, "cp.async", place);
   shared.begin_async_write(smem, size, thread.index, /*proxy=*/false, take_ticket(), place);
-  thread.open_copies.push_back({smem, static_cast<const u8*>(from), size, bytes, place});
+  const i64 begin = std::max(identity.time, machine.copies_busy);
+  machine.copies_busy = begin + size / cycles::kCopyBytesPerCycle;
+  thread.open_copies.push_back({.smem = smem,
+                                .global = static_cast<const u8*>(from),
+                                .size = size,
+                                .bytes = bytes,
+                                .place = place,
+                                .end = begin + cycles::kCopyLatency});
+  spend(cycles::kShared);
 }
 
 void cp_async_commit_group(At) {
@@ -42,10 +50,12 @@ void cp_async_commit_group(At) {
   thread.open_copies.clear();
 }
 
-void cp_async_wait_group(i32 pending, At) {
+void cp_async_wait_group(i32 pending, At at) {
   Thread& thread = self();
+  i64 end = 0;
   while (static_cast<i32>(thread.committed_copies.size()) > pending) {
     for (const CopyAsync& copy : thread.committed_copies.front()) {
+      end = std::max(end, copy.end);
       u8* to = shared.data(copy.smem);
       std::memcpy(to, copy.global, copy.bytes);
       std::memset(to + copy.bytes, 0, copy.size - copy.bytes);
@@ -54,6 +64,8 @@ void cp_async_wait_group(i32 pending, At) {
     }
     thread.committed_copies.pop_front();
   }
+  trace::wait("cp.async", -1, end, place_of(at));
+  wait_until(end);
   // Groups without copies hold nothing that could be forgotten.
   auto& groups = thread.committed_copies;
   if (std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group.empty(); }) &&
@@ -89,7 +101,9 @@ u32 swizzled(u32 addr, Swizzle swizzle) {
 
 // What the driver's encoder refuses. Source: CUDA Driver API, cuTensorMapEncodeTiled.
 void check_map(const MapDescription& map, bool is_parameter, Place at) {
-  const auto refuse = [&](const std::string& what) { fail("tensor-map", "tensor map: " + what, at); };
+  const auto refuse = [&](const std::string& what) {
+    fail("tensor-map", "tensor map: " + what, at);
+  };
   if (!is_parameter) refuse("it is not a parameter of the kernel but a copy of one");
   if (map.rank < 1 || map.rank > MapDescription::kMaxRank)
     refuse(format("rank %d must be from 1 to 5", map.rank));
@@ -110,7 +124,8 @@ void check_map(const MapDescription& map, bool is_parameter, Place at) {
     refuse(format("the box's inner dimension has %d bytes, must be a multiple of 16", inner));
   const auto span = static_cast<i32>(swizzle_bytes(map.swizzle));
   if (span != 0 && inner > span)
-    refuse(format("the box's inner dimension has %d bytes, more than the swizzle's %d", inner, span));
+    refuse(
+        format("the box's inner dimension has %d bytes, more than the swizzle's %d", inner, span));
 }
 
 u32 box_bytes(const MapDescription& map) {
@@ -152,22 +167,25 @@ void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrie
   thread.touched_global = true;
   check_map(map, is_parameter, place);
   if (map.rank != rank)
-    fail("tensor-map", format("a %d-D load through a tensor map of rank %d", rank, map.rank), place);
+    fail("tensor-map", format("a %d-D load through a tensor map of rank %d", rank, map.rank),
+         place);
   // Seen on an H200: an illegal instruction.
   const i64 first_byte = i64{coordinates[0]} * bytes_of(map.type);
   if (first_byte % 16 != 0)
-    fail("tensor-map",
-         format("a load from coordinate %d, which is byte %lld of the row: must be a multiple of 16",
-                coordinates[0], first_byte),
-         place);
+    fail(
+        "tensor-map",
+        format("a load from coordinate %d, which is byte %lld of the row: must be a multiple of 16",
+               coordinates[0], first_byte),
+        place);
   const u32 bytes = box_bytes(map);
   shared.check_range(smem, bytes, 128, "TMA load", place);
   Mbarrier& barrier = find_mbarrier(barrier_addr, "TMA load", place);
   if (!barrier.async_visible)
     fail("proxy-fence",
-         format("a TMA load counts on mbarrier %s, whose initialisation no fence has made visible to "
-                "the async proxy",
-                barrier.name.c_str()) +
+         format(
+             "a TMA load counts on mbarrier %s, whose initialisation no fence has made visible to "
+             "the async proxy",
+             barrier.name.c_str()) +
              cite("initialised at", barrier.init_at),
          place);
   TmaCopy copy{.smem = smem,
@@ -178,7 +196,13 @@ void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrie
                .phase = barrier.phase,
                .thread = thread.index,
                .place = place,
-               .time = thread.time};
+               .end = 0};
+  const i64 begin = std::max(identity.time, machine.copies_busy);
+  machine.copies_busy = begin + bytes / cycles::kCopyBytesPerCycle;
+  copy.end = machine.copies_busy + cycles::kCopyLatency;
+  trace::work("copy", format("%u bytes to %s", bytes, smem_name(smem).c_str()), thread.warp(),
+              begin, copy.end, place);
+  spend(cycles::kShared);
   std::copy(coordinates, coordinates + rank, copy.coordinates);
   shared.begin_async_write(smem, bytes, thread.index, /*proxy=*/true, take_ticket(), place);
   ++barrier.copies;

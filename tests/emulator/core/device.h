@@ -16,8 +16,11 @@ struct Identity {
   i32 thread;
   i32 block;
   i32 num_blocks;
+  i64 time;  // cycles of the timeline, see trace.h
 };
 extern Identity identity;
+// What an arithmetic instruction takes when warps share a scheduler.
+inline constexpr i64 kAluCycles = 2;
 
 // What a thread's accumulators hold while a wgmma is in flight: a NaN whose payload no instruction
 // makes, so that whoever meets it knows what happened.
@@ -95,8 +98,8 @@ void fence_mbarrier_init(At at);
 void fence_proxy_async(At at);
 
 void prefetch_map(const MapDescription& map, bool is_parameter, At at);
-void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier, i32 rank, const i32* coordinates,
-              At at);
+void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier, i32 rank,
+              const i32* coordinates, At at);
 void grid_dependency_wait(At at);
 
 // --- wgmma

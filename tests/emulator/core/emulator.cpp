@@ -77,8 +77,7 @@ void run_launch(const DkLaunch& launch) {
   machine.launch = &launch;
   machine.num_threads = launch.block;
   machine.num_warps = launch.block / kWarp;
-  machine.num_agents =
-      align_up(machine.num_threads + machine.num_warps + kMaxMbarriers, 16);
+  machine.num_agents = align_up(machine.num_threads + machine.num_warps + kMaxMbarriers, 16);
   machine.random.state = launch.seed * 0x9e3779b97f4a7c15ull + 1;
   identity.num_blocks = launch.grid;
   forget_places();
@@ -112,6 +111,7 @@ void load_shared(void* to, u32 addr, u32 bytes, At at) {
   const Place place = place_of(at);
   shared.check_range(addr, bytes, bytes, "load", place);
   shared.read(addr, bytes, self().index, place);
+  spend(cycles::kShared);
   std::memcpy(to, shared.data(addr), bytes);
 }
 
@@ -125,6 +125,7 @@ void store_shared(u32 addr, const void* from, u32 bytes, At at) {
   }
   shared.check_range(addr, bytes, bytes, "store", place);
   shared.write(addr, bytes, self().index, place);
+  spend(cycles::kShared);
   std::memcpy(shared.data(addr), from, bytes);
 }
 
@@ -160,7 +161,8 @@ void dk_emulator_wgmma_e4m3(int m, int n, int k, const unsigned char* a, const u
   }
 }
 
-void dk_emulator_mma_e4m3(const unsigned char* a, const unsigned char* b, const float* c, float* d) {
+void dk_emulator_mma_e4m3(const unsigned char* a, const unsigned char* b, const float* c,
+                          float* d) {
   std::memcpy(d, c, sizeof(float) * 16 * 8);
   tensor_core::mma_m16n8k32_e4m3(a, b, d);
 }

@@ -24,11 +24,12 @@ constexpr std::size_t size_of(void (*)(Params...), std::size_t index) {
 
 }  // namespace deep_kernels::emulator
 
-#define DK_EMULATOR_ENTRY(kernel)                                                         \
-  extern "C" void dk_emulator_entry(void* const* params) {                                \
-    constexpr auto kCount = deep_kernels::emulator::count(&kernel);                       \
-    deep_kernels::emulator::call(&kernel, params, std::make_index_sequence<kCount>());    \
-  }                                                                                       \
-  extern "C" int dk_emulator_param_bytes(int index) {                                     \
-    return static_cast<int>(deep_kernels::emulator::size_of(&kernel, static_cast<std::size_t>(index))); \
+#define DK_EMULATOR_ENTRY(kernel)                                                      \
+  extern "C" void dk_emulator_entry(void* const* params) {                             \
+    constexpr auto kCount = deep_kernels::emulator::count(&kernel);                    \
+    deep_kernels::emulator::call(&kernel, params, std::make_index_sequence<kCount>()); \
+  }                                                                                    \
+  extern "C" int dk_emulator_param_bytes(int index) {                                  \
+    return static_cast<int>(                                                           \
+        deep_kernels::emulator::size_of(&kernel, static_cast<std::size_t>(index)));    \
   }

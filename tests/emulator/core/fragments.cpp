@@ -18,7 +18,8 @@ void run_ldmatrix(Warp& warp, i32 first_thread, i32 count, Place at) {
       shared.check_range(addr, 16, 16, "ldmatrix", at);
       shared.read(addr, 16, first_thread + giver, at);
       for (i32 lane = 0; lane < 4; ++lane) {
-        const auto* operands = reinterpret_cast<const LdmatrixOperands*>(warp.value[4 * row + lane]);
+        const auto* operands =
+            reinterpret_cast<const LdmatrixOperands*>(warp.value[4 * row + lane]);
         std::memcpy(&operands->fragment[matrix], shared.data(addr + 4 * lane), 4);
       }
     }
@@ -62,12 +63,11 @@ void run_mma(Warp& warp, Place) {
 void set_registers(i32 index, i32 registers, bool up, Place at) {
   Warp& warp = machine.warps[index];
   if (registers % 8 != 0 || registers < 24 || registers > 256)
-    fail("registers",
-         format("setmaxnreg %d: must be a multiple of 8 from 24 to 256", registers), at);
-  if (up ? registers < warp.registers : registers > warp.registers)
-    fail("registers", format("setmaxnreg.%s to %d from %d", up ? "inc" : "dec", registers,
-                             warp.registers),
+    fail("registers", format("setmaxnreg %d: must be a multiple of 8 from 24 to 256", registers),
          at);
+  if (up ? registers < warp.registers : registers > warp.registers)
+    fail("registers",
+         format("setmaxnreg.%s to %d from %d", up ? "inc" : "dec", registers, warp.registers), at);
   for (i32 w = index / kWarpgroupWarps * kWarpgroupWarps;
        w < min_of(machine.num_warps, (index / kWarpgroupWarps + 1) * kWarpgroupWarps); ++w) {
     const Warp& other = machine.warps[w];

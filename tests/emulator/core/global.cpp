@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "report.h"
+#include "trace.h"
 
 namespace deep_kernels::emulator {
 
@@ -82,7 +83,8 @@ GlobalMemory::Tensor& GlobalMemory::find(const void* address, u32 bytes, u32 ali
                    : offset + bytes > nearest->span ? "past its last element"
                                                     : "between its rows");
   }
-  fail("bounds", format("%s of %u bytes at %p: %s", use, bytes, address, place.c_str()), at, thread);
+  fail("bounds", format("%s of %u bytes at %p: %s", use, bytes, address, place.c_str()), at,
+       thread);
 }
 
 void GlobalMemory::check_read(const void* address, u32 bytes, u32 align, const char* use, Place at,
@@ -93,8 +95,8 @@ void GlobalMemory::check_read(const void* address, u32 bytes, u32 align, const c
 void GlobalMemory::read_only(const void* address, u32 bytes, Place at) {
   const Tensor& tensor = find(address, bytes, bytes, "load", at, -1);
   if (tensor.writable)
-    fail("read-only", format("loads from %s through the read-only path, but the kernel writes it",
-                             tensor.name),
+    fail("read-only",
+         format("loads from %s through the read-only path, but the kernel writes it", tensor.name),
          at);
 }
 
@@ -127,8 +129,8 @@ void GlobalMemory::write(void* address, const void* from, u32 bytes, Place at) {
   const u32* clocks = machine.clocks_of(thread);
   for (i64 i = offset / tensor.element_bytes; i * tensor.element_bytes < offset + bytes; ++i) {
     Writer& writer = tensor.writers[i];
-    const bool ordered = writer.block < 0 || (writer.block == identity.block &&
-                                              clocks[writer.thread] >= writer.clock);
+    const bool ordered = writer.block < 0 ||
+                         (writer.block == identity.block && clocks[writer.thread] >= writer.clock);
     if (!ordered)
       fail("race",
            format("stores to element %lld of %s %s, which %s wrote too: nothing orders the two", i,
@@ -146,18 +148,21 @@ void GlobalMemory::write(void* address, const void* from, u32 bytes, Place at) {
 
 void load_global(void* to, const void* address, u32 bytes, At at) {
   self().touched_global = true;
+  spend(cycles::kGlobalLoad);
   global.read_only(address, bytes, place_of(at));
   std::memcpy(to, address, bytes);
 }
 
 void load_global_written(void* to, const void* address, u32 bytes, At at) {
   self().touched_global = true;
+  spend(cycles::kGlobalLoad);
   global.read_written(address, bytes, place_of(at));
   std::memcpy(to, address, bytes);
 }
 
 void store_global(void* address, const void* from, u32 bytes, At at) {
   self().touched_global = true;
+  spend(cycles::kGlobalStore);
   for (u32 i = 0; i + 4 <= bytes; i += 4) {
     u32 word;
     std::memcpy(&word, static_cast<const u8*>(from) + i, 4);

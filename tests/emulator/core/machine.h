@@ -36,6 +36,7 @@ struct CopyAsync {
   u32 size;
   u32 bytes;
   Place place;
+  i64 end;
 };
 
 struct Thread {
@@ -47,11 +48,11 @@ struct Thread {
   Place waits_at = 0;
   u32 wait_barrier = 0;
   u32 wait_parity = 0;
-  u64 result = 0;              // of the last meeting
+  u64 result = 0;  // of the last meeting
   bool touched_global = false;
   bool waited_dependency = false;
-  i64 time = 0;                // cycles of the trace
-  std::vector<CopyAsync> open_copies;                  // cp.async not yet in a group
+  i64 time = 0;                        // while it does not run; else identity.time
+  std::vector<CopyAsync> open_copies;  // cp.async not yet in a group
   std::deque<std::vector<CopyAsync>> committed_copies;
   std::vector<u32> uninitialized_barriers_to_fence;
 
@@ -114,18 +115,19 @@ struct TmaCopy {
   u64 phase;
   i32 thread;
   Place place;
-  i64 time;
+  i64 end;  // when it lands, in cycles of the timeline
 };
 
 struct Wgmma {
   WgmmaOperands operands;  // d is not used
   Place place = 0;
-  i64 previous = -1;          // the operation whose result this one starts from
+  i64 previous = -1;  // the operation whose result this one starts from
   bool executed = false;
   i32 warps = 0;              // that have issued it
   std::vector<float> values;  // [64][n]: c before, the result after
   float* d[kWarpgroupWarps * kWarp] = {};
-  u32 agent_clock[kWarpgroupWarps] = {};
+  i64 ready_time = 0;  // cycles of the timeline: when the last warp has issued it,
+  i64 done_time = 0;   // and when the tensor cores are through
 };
 struct Warpgroup {
   std::deque<Wgmma> operations;
@@ -156,6 +158,7 @@ struct Machine {
   std::vector<Mbarrier> mbarriers;
   std::vector<TmaCopy> copies;
   i32 free_registers = 0;
+  i64 copies_busy = 0, tensor_cores_busy = 0;  // until when, in cycles of the timeline
   bool proxy_used = false;  // a proxy fence was met: its clocks are kept from now on
   Random random;
   Stacks stacks;
@@ -166,7 +169,9 @@ struct Machine {
   // only what a proxy fence has made visible to the async proxy.
   i32 num_agents = 0;
   std::vector<u32> clocks, proxy_clocks;
-  u32* clocks_of(i32 thread) { return clocks.data() + static_cast<std::size_t>(thread) * num_agents; }
+  u32* clocks_of(i32 thread) {
+    return clocks.data() + static_cast<std::size_t>(thread) * num_agents;
+  }
   u32* proxy_of(i32 thread) {
     return proxy_clocks.data() + static_cast<std::size_t>(thread) * num_agents;
   }
@@ -208,7 +213,7 @@ void finish_copy(std::size_t index);
 
 void issue_wgmma(i32 warp, Place at);
 void commit_wgmma(i32 warp);
-void retire_wgmma(i32 warp, i64 target);
+void retire_wgmma(i32 warp, i64 target, Place at);
 bool wgmma_may_finish(i32 warp, i64 target);
 void run_ldmatrix(Warp& warp, i32 first_thread, i32 count, Place at);
 void run_mma(Warp& warp, Place at);

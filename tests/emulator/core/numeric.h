@@ -28,8 +28,7 @@ inline float float_of_f16(u16 bits) {
   const u32 sign = static_cast<u32>(bits & 0x8000u) << 16;
   const u32 exponent = bits >> 10 & 31u;
   const u32 mantissa = bits & 1023u;
-  if (exponent == 31)
-    return std::bit_cast<float>(mantissa != 0 ? kNan : sign | 0x7f800000u);
+  if (exponent == 31) return std::bit_cast<float>(mantissa != 0 ? kNan : sign | 0x7f800000u);
   if (exponent == 0) {
     const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
     return std::bit_cast<float>(sign | std::bit_cast<u32>(magnitude));

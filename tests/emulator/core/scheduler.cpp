@@ -43,6 +43,7 @@ void thread_main() {
 void run_thread(Thread& thread) {
   machine.current = &thread;
   identity.thread = thread.index;
+  identity.time = thread.time;
   switch_fiber(&machine.scheduler, thread.stopped);
   machine.current = nullptr;
   if (failed()) throw Stop{};
@@ -97,9 +98,10 @@ std::string describe_wait(const Thread& thread) {
     }
     case Wait::mbarrier: {
       const Mbarrier& barrier = find_mbarrier(thread.wait_barrier, "", 0);
-      std::string text = format(
-          "for mbarrier %s, parity %u; it is in phase %llu with %u of %u arrivals", barrier.name.c_str(),
-          thread.wait_parity, barrier.phase, barrier.arrivals - barrier.pending, barrier.arrivals);
+      std::string text =
+          format("for mbarrier %s, parity %u; it is in phase %llu with %u of %u arrivals",
+                 barrier.name.c_str(), thread.wait_parity, barrier.phase,
+                 barrier.arrivals - barrier.pending, barrier.arrivals);
       if (barrier.bytes != 0)
         text += format(", %lld bytes are expected and no copy is on its way", barrier.bytes);
       return text;
@@ -174,7 +176,8 @@ void check_end_of_block() {
     if (warp.completed < warp.issued)
       fail("exit",
            "the warp ends and has not waited for its wgmma" +
-               cite("issued at", machine.warpgroups[w / kWarpgroupWarps].operation(warp.completed).place),
+               cite("issued at",
+                    machine.warpgroups[w / kWarpgroupWarps].operation(warp.completed).place),
            0, w * kWarp);
     const Warp& first = machine.warps[w / kWarpgroupWarps * kWarpgroupWarps];
     if (warp.registers_at != first.registers_at)
@@ -203,7 +206,9 @@ void join_all(const std::vector<i32>& warps) {
     for (i32 thread = warp * kWarp; thread < (warp + 1) * kWarp; ++thread) {
       join(all.data(), machine.clocks_of(thread), machine.num_agents);
       if (machine.proxy_used) join(proxy.data(), machine.proxy_of(thread), machine.num_agents);
-      time = std::max(time, machine.threads[thread].time);
+      time = std::max(time, &machine.threads[thread] == machine.current
+                                ? identity.time
+                                : machine.threads[thread].time);
     }
   }
   for (const i32 warp : warps) {
@@ -214,12 +219,14 @@ void join_all(const std::vector<i32>& warps) {
       machine.threads[thread].time = time;
     }
   }
+  identity.time = time;
 }
 
 void wait_for(Wait what, Place at) {
   Thread& thread = self();
   thread.waits = what;
   thread.waits_at = at;
+  thread.time = identity.time;
   machine.warps[thread.warp()].ready &= ~(1u << thread.lane());
   switch_fiber(&thread.stopped, machine.scheduler);
   thread.waits = Wait::nothing;
@@ -232,6 +239,7 @@ void wake(i32 thread) {
 
 void maybe_yield() {
   if (machine.launch->seed == 0 || machine.random.below(64) != 0) return;
+  self().time = identity.time;
   switch_fiber(&self().stopped, machine.scheduler);
 }
 
@@ -249,6 +257,7 @@ void run_block(i32 block) {
   machine.mbarriers.reserve(kMaxMbarriers);
   machine.copies.clear();
   machine.free_registers = 0;
+  machine.copies_busy = machine.tensor_cores_busy = 0;
   shared.begin_block(static_cast<u32>(machine.launch->smem_bytes));
   // What __launch_bounds__(threads, 1) leaves each thread, in units of 8.
   const i32 registers = min_of(255, 65536 / machine.num_threads) / 8 * 8;
@@ -294,9 +303,20 @@ void meet_poison(At at) {
 namespace {
 
 const char* meeting_name(Meeting what) {
-  constexpr const char* names[] = {"sync_warp", "shuffle", "shuffle_xor", "shuffle_up", "any",
-                                   "reduce_min", "reduce_max", "ldmatrix", "mma", "barrier_sync",
-                                   "set_max_registers", "wgmma_fence", "wgmma", "wgmma_commit_group",
+  constexpr const char* names[] = {"sync_warp",
+                                   "shuffle",
+                                   "shuffle_xor",
+                                   "shuffle_up",
+                                   "any",
+                                   "reduce_min",
+                                   "reduce_max",
+                                   "ldmatrix",
+                                   "mma",
+                                   "barrier_sync",
+                                   "set_max_registers",
+                                   "wgmma_fence",
+                                   "wgmma",
+                                   "wgmma_commit_group",
                                    "wgmma_wait_group"};
   return names[static_cast<u8>(what)];
 }
@@ -306,8 +326,9 @@ i32 i32_of(u64 value) { return static_cast<i32>(value); }
 void require_uniform(const Warp& warp, const char* what, Place at) {
   for (i32 lane = 1; lane < kWarp; ++lane)
     if (warp.parameter[lane] != warp.parameter[0])
-      fail("divergence", format("%s differs between lanes 0 and %d of a warp: %lld and %lld", what,
-                                lane, warp.parameter[0], warp.parameter[lane]),
+      fail("divergence",
+           format("%s differs between lanes 0 and %d of a warp: %lld and %lld", what, lane,
+                  warp.parameter[0], warp.parameter[lane]),
            at);
 }
 
@@ -315,6 +336,12 @@ void require_uniform(const Warp& warp, const char* what, Place at) {
 void hold_meeting(i32 index, Place at) {
   Warp& warp = machine.warps[index];
   Thread* threads = &machine.threads[index * kWarp];
+  // All go on when the last has come.
+  i64 time = identity.time;
+  for (i32 lane = 0; lane < kWarp; ++lane) time = max_of(time, threads[lane].time);
+  time += warp.meeting == Meeting::mma ? cycles::kMma : cycles::kMeeting;
+  for (i32 lane = 0; lane < kWarp; ++lane) threads[lane].time = time;
+  identity.time = time;
   const auto give_all = [&](u64 value) {
     for (i32 lane = 0; lane < kWarp; ++lane) threads[lane].result = value;
   };

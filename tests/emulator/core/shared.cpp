@@ -13,7 +13,8 @@ SharedMemory shared;
 
 void* SharedMemory::view() {
   if (view_ == nullptr) {
-    view_ = mmap(nullptr, kViewBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    view_ =
+        mmap(nullptr, kViewBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (view_ == MAP_FAILED) std::abort();
   }
   return view_;
@@ -43,8 +44,9 @@ void SharedMemory::check_range(u32 addr, u32 bytes, u32 align, const char* use, 
                 bytes, addr, static_cast<long long>(addr) - kSmemBase, bytes_),
          at);
   if (addr % align != 0)
-    fail("alignment", format("%s at %s: the address must be a multiple of %u", use,
-                             smem_name(addr).c_str(), align),
+    fail("alignment",
+         format("%s at %s: the address must be a multiple of %u", use, smem_name(addr).c_str(),
+                align),
          at);
 }
 
@@ -98,7 +100,8 @@ void SharedMemory::note_read(Cell& cell, i32 thread, u8 mask, Place at) {
     reader_lists_[cell.readers][thread] = clock;
     return;
   }
-  if (cell.reader == kNobody || cell.reader == thread || knows(thread, cell.reader, cell.read_clock)) {
+  if (cell.reader == kNobody || cell.reader == thread ||
+      knows(thread, cell.reader, cell.read_clock)) {
     cell.reader = static_cast<Agent>(thread);
     cell.read_clock = clock;
     return;
@@ -163,12 +166,13 @@ void SharedMemory::check_write(u32 addr, u32 bytes, i32 thread, bool async, cons
       if (clocks[cell.writer] < cell.write_clock)
         race(base, what, "wrote", cell.writer, cell.write_at, at);
       if (async && cell.generic && machine.proxy_of(thread)[cell.writer] < cell.write_clock)
-        fail("proxy-fence",
-             format("an asynchronous copy overwrites %s, written by an ordinary store, and no proxy "
-                    "fence lies between",
-                    smem_name(base).c_str()) +
-                 cite("the store is at", cell.write_at),
-             at);
+        fail(
+            "proxy-fence",
+            format("an asynchronous copy overwrites %s, written by an ordinary store, and no proxy "
+                   "fence lies between",
+                   smem_name(base).c_str()) +
+                cite("the store is at", cell.write_at),
+            at);
     }
     if ((cell.read_bytes & mask) == 0) continue;
     if (cell.readers < 0) {

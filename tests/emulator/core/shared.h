@@ -16,11 +16,11 @@ struct Cell {
   Agent reader = kNobody;
   Place write_at = 0;
   Place read_at = 0;
-  u8 valid = 0;        // bytes that hold a value
-  u8 write_bytes = 0;  // of the last write
-  u8 read_bytes = 0;   // of the reads since
+  u8 valid = 0;          // bytes that hold a value
+  u8 write_bytes = 0;    // of the last write
+  u8 read_bytes = 0;     // of the reads since
   bool generic = false;  // written through the generic proxy
-  i32 readers = -1;    // list of readers when one is not enough
+  i32 readers = -1;      // list of readers when one is not enough
 };
 
 // What a copy of a tensor map left behind in 16 bytes, to check descriptors against.
@@ -71,8 +71,8 @@ class SharedMemory {
   void check_write(u32 addr, u32 bytes, i32 thread, bool async, const char* what, Place at);
   void note_read(Cell& cell, i32 thread, u8 mask, Place at);
   void forget_readers(Cell& cell);
-  [[noreturn]] void race(u32 addr, const char* mine, const char* theirs, Agent other, Place other_at,
-                         Place at);
+  [[noreturn]] void race(u32 addr, const char* mine, const char* theirs, Agent other,
+                         Place other_at, Place at);
   [[noreturn]] void still_reading(u32 addr, i32 warp, const char* what, Place at);
   void check_pending(u32 addr, u32 bytes, const char* what, Place at);
 
@@ -80,13 +80,13 @@ class SharedMemory {
   u32 bytes_ = 0;
   std::vector<u8> data_;
   std::vector<Cell> cells_;
-  std::vector<i32> pending_;     // per 16 bytes: ticket of the write in flight, or 0
+  std::vector<i32> pending_;  // per 16 bytes: ticket of the write in flight, or 0
   std::vector<Place> pending_at_;
   std::vector<u32> read_clock_;  // per warp and 32 bytes: the last wgmma that read them
   std::vector<Place> read_at_;   // per 32 bytes
   std::vector<u8> in_flight_;    // per warp and 32 bytes: reads not waited for
   std::vector<Tag> tags_;
-  std::vector<i16> mbarriers_;   // per 8 bytes: index, or -1
+  std::vector<i16> mbarriers_;  // per 8 bytes: index, or -1
   std::vector<std::vector<u32>> reader_lists_;
   std::vector<i32> free_lists_;
 };

@@ -16,8 +16,8 @@
 
 namespace deep_kernels::emulator::tensor_core {
 
-// d[m][n] of float32: on entry c, on return c + a * b. a [m][32], b [n][32] e4m3 bytes; n a multiple
-// of 8, at most 256.
+// d[m][n] of float32: on entry c, on return c + a * b. a [m][32], b [n][32] e4m3 bytes; n a
+// multiple of 8, at most 256.
 void wgmma_k32_e4m3(i32 m, i32 n, const u8* a, const u8* b, float* d);
 // The same with the second operand decoded beforehand, for many calls with one b.
 struct Decoded {

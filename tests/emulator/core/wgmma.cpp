@@ -5,6 +5,7 @@
 #include "report.h"
 #include "shared.h"
 #include "tensor_core.h"
+#include "trace.h"
 
 namespace deep_kernels::emulator {
 
@@ -24,7 +25,8 @@ struct Layout {
   // Address of 16-byte chunk `chunk` (0 or 1) of a row.
   u32 address(i32 row, i32 chunk) const {
     const u32 group = start + static_cast<u32>(row / 8) * stride;
-    if (span == 0) return group + static_cast<u32>(chunk) * leading + static_cast<u32>(row % 8) * 16;
+    if (span == 0)
+      return group + static_cast<u32>(chunk) * leading + static_cast<u32>(row % 8) * 16;
     const u32 linear = group + static_cast<u32>(row % 8) * span + static_cast<u32>(chunk) * 16;
     return linear ^ ((linear >> 7 & (span / 16 - 1)) << 4);
   }
@@ -32,8 +34,8 @@ struct Layout {
 
 Layout decode(u64 descriptor, const char* operand, Place at) {
   const auto refuse = [&](const std::string& what) {
-    fail("descriptor",
-         format("descriptor of operand %s (0x%016llx): ", operand, descriptor) + what, at);
+    fail("descriptor", format("descriptor of operand %s (0x%016llx): ", operand, descriptor) + what,
+         at);
   };
   constexpr u64 kUnused = u64{3} << 14 | u64{3} << 30 | u64{7} << 46 | u64{1023} << 52;
   if ((descriptor & kUnused) != 0) refuse("bits that must be 0 are set");
@@ -60,7 +62,8 @@ Layout decode(u64 descriptor, const char* operand, Place at) {
   return layout;
 }
 
-// Both chunks of a row lie in one unit of 32 bytes when swizzled; without swizzle each stands alone.
+// Both chunks of a row lie in one unit of 32 bytes when swizzled; without swizzle each stands
+// alone.
 template <class Visit>
 void for_each_unit(const Layout& layout, i32 first_row, i32 num_rows, Visit&& visit) {
   for (i32 row = first_row; row < first_row + num_rows; ++row) {
@@ -71,7 +74,8 @@ void for_each_unit(const Layout& layout, i32 first_row, i32 num_rows, Visit&& vi
   }
 }
 
-void check_layout(const Layout& layout, i32 first_row, i32 num_rows, const char* operand, Place at) {
+void check_layout(const Layout& layout, i32 first_row, i32 num_rows, const char* operand,
+                  Place at) {
   for (i32 row = first_row; row < first_row + num_rows; ++row) {
     for (i32 chunk = 0; chunk < 2; ++chunk) {
       const u32 addr = layout.address(row, chunk);
@@ -88,12 +92,13 @@ void check_layout(const Layout& layout, i32 first_row, i32 num_rows, const char*
                  cite("copied at", tag.place),
              at);
       if (layout.span != 0 && tag.chunk != wanted)
-        fail("descriptor",
-             format("operand %s, row %d: at %s the descriptor expects 16-byte column %u of the row, "
-                    "the copy put column %u there",
-                    operand, row, smem_name(addr).c_str(), wanted, tag.chunk) +
-                 cite("copied at", tag.place),
-             at);
+        fail(
+            "descriptor",
+            format("operand %s, row %d: at %s the descriptor expects 16-byte column %u of the row, "
+                   "the copy put column %u there",
+                   operand, row, smem_name(addr).c_str(), wanted, tag.chunk) +
+                cite("copied at", tag.place),
+            at);
     }
   }
 }
@@ -105,9 +110,7 @@ const WgmmaOperands& operands_of(const Warp& warp, i32 lane) {
 }
 
 // Row and column of accumulator register i of a thread in the warpgroup.
-i32 row_of(i32 thread, i32 i) {
-  return thread / kWarp * 16 + thread % kWarp / 4 + (i / 2 % 2) * 8;
-}
+i32 row_of(i32 thread, i32 i) { return thread / kWarp * 16 + thread % kWarp / 4 + (i / 2 % 2) * 8; }
 i32 column_of(i32 thread, i32 i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
 
 void require_same(const Wgmma& operation, const WgmmaOperands& mine, i64 previous, Place at) {
@@ -146,6 +149,11 @@ void execute(Warpgroup& group, i64 number) {
   }
   tensor_core::wgmma_k32_e4m3(kRows, n, a, decoded, operation.values.data());
   operation.executed = true;
+  const i64 begin = std::max(operation.ready_time, machine.tensor_cores_busy);
+  operation.done_time = begin + i64{kRows} * n * kStepBytes / cycles::kMacsPerCycle;
+  machine.tensor_cores_busy = operation.done_time;
+  trace::work("tensor", format("wgmma m64n%dk32", n), self().warp(), begin, operation.done_time,
+              operation.place);
   for (Wgmma& later : group.operations)
     if (later.previous == number) later.values = operation.values;
 }
@@ -159,12 +167,12 @@ void issue_wgmma(i32 index, Place at) {
   for (i32 lane = 1; lane < kWarp; ++lane) {
     const WgmmaOperands& other = operands_of(warp, lane);
     if (other.a != first.a || other.b != first.b || other.accumulate != first.accumulate)
-      fail("divergence", format("wgmma: descriptors or accumulate differ between lanes 0 and %d",
-                                lane),
-           at);
+      fail("divergence",
+           format("wgmma: descriptors or accumulate differ between lanes 0 and %d", lane), at);
   }
   if (!warp.fenced)
-    fail("accumulator", "wgmma without wgmma.fence since the accumulators were last waited for", at);
+    fail("accumulator", "wgmma without wgmma.fence since the accumulators were last waited for",
+         at);
   if (index / kWarpgroupWarps * kWarpgroupWarps + kWarpgroupWarps > machine.num_warps)
     fail("divergence", "wgmma in a warpgroup of fewer than four warps", at);
 
@@ -186,13 +194,13 @@ void issue_wgmma(i32 index, Place at) {
   Wgmma& operation = group.operation(number);
   require_same(operation, first, source, at);
   ++operation.warps;
+  operation.ready_time = std::max(operation.ready_time, identity.time);
 
   const Layout a = decode(first.a, "a", at);
   const Layout b = decode(first.b, "b", at);
   check_layout(a, 16 * quarter, 16, "a", at);
   check_layout(b, 0, first.n, "b", at);
   const u32 clock = static_cast<u32>(number) + 1;
-  operation.agent_clock[quarter] = clock;
   const auto begin = [&](u32 addr) { shared.begin_async_read(addr, index, clock, at); };
   for_each_unit(a, 16 * quarter, 16, begin);
   for_each_unit(b, 0, first.n, begin);
@@ -203,8 +211,9 @@ void issue_wgmma(i32 index, Place at) {
     operation.d[thread] = d;
     for (i32 i = 0; i < first.n / 2; ++i) {
       if (first.accumulate && source < 0)
-        operation.values[static_cast<std::size_t>(row_of(thread, i)) * first.n +
-                         column_of(thread, i)] = d[i];
+        operation
+            .values[static_cast<std::size_t>(row_of(thread, i)) * first.n + column_of(thread, i)] =
+            d[i];
       d[i] = std::bit_cast<float>(kPoison);
     }
   }
@@ -226,7 +235,7 @@ bool wgmma_may_finish(i32 index, i64 target) {
   return true;
 }
 
-void retire_wgmma(i32 index, i64 target) {
+void retire_wgmma(i32 index, i64 target, Place at) {
   Warp& warp = machine.warps[index];
   Warpgroup& group = group_of(index);
   const i32 quarter = index % kWarpgroupWarps;
@@ -245,12 +254,23 @@ void retire_wgmma(i32 index, i64 target) {
     for (i32 thread = quarter * kWarp; thread < (quarter + 1) * kWarp; ++thread)
       for (i32 r = 0; r < n / 2; ++r)
         operation.d[thread][r] =
-            operation.values[static_cast<std::size_t>(row_of(thread, r)) * n + column_of(thread, r)];
+            operation
+                .values[static_cast<std::size_t>(row_of(thread, r)) * n + column_of(thread, r)];
   }
   if (target > warp.completed) {
     for (i32 lane = 0; lane < kWarp; ++lane)
-      machine.clocks_of(index * kWarp + lane)[machine.wgmma_agent(index)] = static_cast<u32>(target);
+      machine.clocks_of(index * kWarp + lane)[machine.wgmma_agent(index)] =
+          static_cast<u32>(target);
     warp.fenced = false;
+  }
+  if (target > warp.completed) {
+    const i64 done = group.operation(target - 1).done_time;
+    trace::wait("wgmma", -1, done, at, /*whole_warp=*/true);
+    for (i32 lane = 0; lane < kWarp; ++lane) {
+      Thread& thread = machine.threads[index * kWarp + lane];
+      thread.time = std::max(thread.time, done);
+    }
+    wait_until(done);
   }
   warp.completed = std::max(warp.completed, target);
   // What all four warps are done with can go.
@@ -277,7 +297,7 @@ void wgmma_wait_group(i32 pending, At at) {
   const i32 warp = self().warp();
   while (!wgmma_may_finish(warp, target)) wait_for(Wait::wgmma, place);
   // The first lane to come back does it for all.
-  if (machine.warps[warp].completed < target) retire_wgmma(warp, target);
+  if (machine.warps[warp].completed < target) retire_wgmma(warp, target, place);
 }
 
 void wgmma_ready(const float* d, i32 count, At at) {

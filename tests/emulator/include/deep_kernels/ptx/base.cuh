@@ -119,16 +119,19 @@ inline float fma(float a, float b, float c, At at = At::current()) {
   emulator::check_poison(a, at);
   emulator::check_poison(b, at);
   emulator::check_poison(c, at);
+  emulator::identity.time += emulator::kAluCycles;
   return std::fma(a, b, c);
 }
 inline float max(float a, float b, At at = At::current()) {
   emulator::check_poison(a, at);
   emulator::check_poison(b, at);
+  emulator::identity.time += emulator::kAluCycles;
   return emulator::numeric::max(a, b);
 }
 inline float mul_sat(float a, float b, At at = At::current()) {
   emulator::check_poison(a, at);
   emulator::check_poison(b, at);
+  emulator::identity.time += emulator::kAluCycles;
   return emulator::numeric::saturate(a * b);
 }
 inline u32 bits_of(float value, At at = At::current()) {
@@ -148,8 +151,8 @@ inline u16 bf16_of(float value, At at = At::current()) {
 inline void sync_warp(At at = At::current()) { emulator::meet(Meeting::sync_warp, 0, 0, at); }
 inline float shuffle_xor(float value, i32 mask, At at = At::current()) {
   emulator::check_poison(value, at);
-  return float_of(static_cast<u32>(
-      emulator::meet(Meeting::shuffle_xor, std::bit_cast<u32>(value), mask, at)));
+  return float_of(
+      static_cast<u32>(emulator::meet(Meeting::shuffle_xor, std::bit_cast<u32>(value), mask, at)));
 }
 inline i32 shuffle_xor(i32 value, i32 mask, At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::shuffle_xor, static_cast<u32>(value), mask, at));

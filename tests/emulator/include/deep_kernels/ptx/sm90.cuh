@@ -68,9 +68,7 @@ inline void tma_load_5d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 
 
 // --- wgmma --------------------------------------------------------------------------------------
 
-inline void wgmma_fence(At at = At::current()) {
-  emulator::meet(Meeting::wgmma_fence, 0, 0, at);
-}
+inline void wgmma_fence(At at = At::current()) { emulator::meet(Meeting::wgmma_fence, 0, 0, at); }
 inline void wgmma_commit_group(At at = At::current()) {
   emulator::meet(Meeting::wgmma_commit, 0, 0, at);
 }
