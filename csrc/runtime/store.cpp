@@ -15,6 +15,7 @@
 #include "runtime/cache.h"
 #include "runtime/digest.h"
 #include "runtime/errors.h"
+#include "runtime/files.h"
 #include "runtime/include_tree.h"
 #include "runtime/nvrtc.h"
 #include "runtime/ptxas_log.h"
@@ -186,9 +187,8 @@ std::shared_ptr<const Built> load_any_version(const std::filesystem::path& folde
 std::shared_ptr<const Built> load_prebuilt(const std::string& entry) {
   const auto folder = settings::prebuilt_dir();
   if (!folder) return nullptr;
-  std::error_code ignored;
   static std::atomic<bool> warned = false;
-  if (!std::filesystem::is_directory(*folder, ignored) && !warned.exchange(true))
+  if (!is_folder(*folder) && !warned.exchange(true))
     warn(fmt::format("deep_kernels: DEEP_KERNELS_PREBUILT_DIR names {}, where there is no folder",
                      folder->string()));
   return load_any_version(*folder, entry, "prebuilt");
