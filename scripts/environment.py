@@ -195,21 +195,22 @@ def runs(python: Path) -> bool:
         return False
 
 
-def choose_python(extra: str | None) -> Path:
+def choose_python(extra: str | None) -> tuple[Path, str | None]:
+    """The interpreter to set up, and its torch if it was looked at already."""
     version, _ = import_torch(sys.executable)
     if not is_new_enough(version):
-        return ensure_venv()
+        return ensure_venv(), None
     here = facts(extra)
     takes_packages = here["is_writable"] and not here["is_managed"]
     if takes_packages and not here["has_pip"]:
         takes_packages = call([sys.executable, "-m", "ensurepip"], capture_output=True).returncode == 0
     if takes_packages:
-        return Path(sys.executable)
+        return Path(sys.executable), version
     if sys.prefix != sys.base_prefix:
         raise SetupError(f"{sys.executable} has torch, but takes no packages: make it writable and give it pip")
     if not VENV.exists():
         say(f"{sys.executable} has torch {version}, but its packages are managed: adding a virtual environment to it")
-    return ensure_venv("--system-site-packages")
+    return ensure_venv("--system-site-packages"), None
 
 
 # --- installing and building --------------------------------------------------------------------------------
@@ -220,9 +221,11 @@ def pip_install(python: Path, packages: Sequence[str]) -> None:
         raise SetupError(f"pip could not install {' '.join(packages)}")
 
 
-def install_missing(python: Path, missing: Sequence[str]) -> str:
-    """Installs what is missing and returns the version of torch."""
-    version, reason = import_torch(python)
+def install_missing(python: Path, missing: Sequence[str], version: str | None) -> str:
+    """Installs what is missing and returns the version of torch; `version` is that it had, if known."""
+    reason = ""
+    if version is None:
+        version, reason = import_torch(python)
     names = {text: re.split(r"[<>=!~;\[ ]", text)[0] for text in missing}
     if is_new_enough(version):  # one without metadata too: built from source, or found by PYTHONPATH
         missing = [text for text in missing if names[text] != "torch"]
@@ -327,12 +330,12 @@ def stamp(extension: str, torch: str) -> str:
 def set_up(extra: str | None, with_build: bool) -> Path:
     state = State.load()
     base, base_torch = sys.executable, installed("torch")
-    found = None
+    found = torch = None
     if (state.base, state.base_torch) == (base, base_torch):
         found = ask(state.python, extra)
     python = Path(state.python)
     if found is None or not found["has_pip"]:
-        python = choose_python(extra)
+        python, torch = choose_python(extra)
         found = ask(python, extra)
         if found is None:
             raise SetupError(f"{python} does not run this script")
@@ -340,7 +343,7 @@ def set_up(extra: str | None, with_build: bool) -> Path:
     did_something = False
     if found["missing"] or not state.torch or found["torch"] != state.torch_package:
         did_something = bool(found["missing"])
-        state.torch = install_missing(python, found["missing"])
+        state.torch = install_missing(python, found["missing"], torch)
         found = ask(python, extra) or found
         state.torch_package = found["torch"]
         state.save()

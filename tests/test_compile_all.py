@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import script
 
 import deep_kernels
 from deep_kernels import _C, CompileError, inspector
@@ -24,16 +23,7 @@ ROOT = Path(__file__).parent.parent
 TARGETS = ("sm_89", "sm_90a")
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-compile_all = load_script("compile_all")
+compile_all = script.load("compile_all")
 
 
 def run_python(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import script
 
 ROOT = Path(__file__).parent.parent
 INCLUDE = "deep_kernels/include/deep_kernels"
@@ -25,16 +24,7 @@ FOLDERS = {
 }
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-check_layers = load_script("check_layers")
+check_layers = script.load("check_layers")
 
 
 @pytest.fixture
@@ -72,8 +62,8 @@ def test_this_checkout_is_clean() -> None:
 
 def test_command_says_where_and_what_and_fails(tree: Path) -> None:
     put(tree, "tile", '\nvoid f() { asm volatile(""); }\n')
-    script = str(ROOT / "scripts" / "check_layers.py")
-    done = subprocess.run([sys.executable, script, str(tree)], capture_output=True, text=True)
+    path = str(ROOT / "scripts" / "check_layers.py")
+    done = subprocess.run([sys.executable, path, str(tree)], capture_output=True, text=True)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert f"{INCLUDE}/tile/probe.cuh:2: [inline-asm] asm: inline asm lives in ptx/" in lines

@@ -112,6 +112,10 @@ void require_rows(const char* op, const char* argument, const at::Tensor& tensor
                                fmt::join(tensor.strides().begin(), tensor.strides().end(), ", ")));
 }
 
+bool is_aligned_16(const at::Tensor& tensor) {
+  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
 void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
   for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {

@@ -29,6 +29,7 @@ void require_device(const char* op, const char* argument, const at::Tensor& tens
                     at::Device device, const char* reference);
 // Unit stride in the last dimension.
 void require_rows(const char* op, const char* argument, const at::Tensor& tensor);
+bool is_aligned_16(const at::Tensor& tensor);
 // Base and all strides but the last multiples of 16 bytes, as 16-byte copies and TMA need.
 void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor);
 // Forward only: no gradient may be asked for.

@@ -1,5 +1,6 @@
 #include "ops/mqa_logits.h"
 
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <fmt/format.h>
@@ -139,12 +140,12 @@ DType contract_dtype(at::ScalarType type) {
                             : (type == at::kHalf ? DType::float16 : DType::bfloat16);
 }
 
-MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::Tensor& out) {
-  const auto* scale = static_cast<const float*>(call.kv_scale.const_data_ptr());
+MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::Tensor& kv_scale,
+                        const at::Tensor& out) {
   return {
       .q = static_cast<const u8*>(call.q.const_data_ptr()),
       .kv = static_cast<const u8*>(call.kv.const_data_ptr()),
-      .kv_scale = scale,
+      .kv_scale = static_cast<const float*>(kv_scale.const_data_ptr()),
       .weights = call.weights.const_data_ptr(),
       .kv_start = static_cast<const i32*>(call.kv_start.const_data_ptr()),
       .kv_end = static_cast<const i32*>(call.kv_end.const_data_ptr()),
@@ -163,7 +164,6 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::T
       .num_heads = static_cast<i32>(p.num_heads),
       .width = static_cast<i32>(p.width),
       .num_cuts = call.schedule ? static_cast<i32>(call.schedule->size(0) / 2) : 0,
-      .kv_scale_lead = static_cast<i32>(reinterpret_cast<std::uintptr_t>(scale) % 16 / 4),
       .weights_dtype = contract_dtype(call.weights.scalar_type()),
       .compressed = p.compressed,
   };
@@ -226,7 +226,11 @@ void refuse_unsupported(const MqaLogitsCase& wanted, Backend backend) {
 void run_cuda(const MqaLogitsCall& call, const Problem& p, const MqaLogitsCase& wanted,
               const Arch& arch, const at::Tensor& out) {
   const MqaLogitsSpec spec = choose_mqa_logits_spec(wanted, arch);
-  const MqaLogitsArgs args = make_args(call, p, out);
+  // TMA takes bases at multiples of 16 bytes, and boxes that begin at multiples of 16 bytes too: a
+  // view that begins elsewhere is copied. It may be freed once the launch is in the stream.
+  const bool copies = spec.backend == Backend::sm90 && !is_aligned_16(call.kv_scale);
+  const at::Tensor kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale;
+  const MqaLogitsArgs args = make_args(call, p, kv_scale, out);
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
   const int grid = spec.grid(args, usable_sms(call.q.device().index()));
   if (spec.backend == Backend::sm90) {

@@ -30,7 +30,7 @@ constexpr const char* name_of(Schedule value) {
 struct MqaLogitsArgs {
   const u8* q;            // [num_q, num_heads, head_dim] e4m3, last dimension contiguous
   const u8* kv;           // [num_kv, head_dim] e4m3, last dimension contiguous
-  const float* kv_scale;  // [num_kv] float32, contiguous
+  const float* kv_scale;  // [num_kv] float32, contiguous; sm90: at a multiple of 16 bytes
   const void* weights;    // [num_q, num_heads] weights_dtype, last dimension contiguous
   const i32* kv_start;    // [num_q] int32: first kv token of the row's window
   const i32* kv_end;      // [num_q] int32: one past the last
@@ -45,10 +45,9 @@ struct MqaLogitsArgs {
   i64 logits_stride;      // elements
   i32 num_q;
   i32 num_kv;
-  i32 num_heads;      // as given; Spec::num_heads is this rounded up
-  i32 width;          // columns of logits: num_kv, or max_seqlen_k when compressed
-  i32 num_cuts;       // of schedule; 0 unless metadata
-  i32 kv_scale_lead;  // TMA bases are multiples of 16 bytes: kv_scale starts this many elements in
+  i32 num_heads;  // as given; Spec::num_heads is this rounded up
+  i32 width;      // columns of logits: num_kv, or max_seqlen_k when compressed
+  i32 num_cuts;   // of schedule; 0 unless metadata
   DType weights_dtype;
   bool compressed;  // column c is kv token start + c
 };
@@ -58,7 +57,7 @@ template <class Map>
 struct MqaLogitsMaps {
   Map q;         // (head_dim, heads, tokens), box (head_dim, heads_per_octet, tokens_per_octet)
   Map kv;        // (head_dim, num_kv), box (head_dim, stage_rows)
-  Map kv_scale;  // (kv_scale_lead + num_kv), box (stage_rows)
+  Map kv_scale;  // (num_kv), box (stage_rows)
 };
 
 // The part of a row's window that exists: half-open, begin == end when empty.
@@ -70,7 +69,7 @@ struct MqaWindow {
 constexpr MqaWindow mqa_window(i32 start, i32 end, i32 num_kv, i32 limit) {
   const i32 first = clamp_to(start, 0, num_kv);
   const i32 room = min_of(num_kv - first, limit);
-  return {first, first + clamp_to(min_of(end, num_kv) - first, 0, room)};
+  return {first, first + clamp_to(clamp_to(end, 0, num_kv) - first, 0, room)};
 }
 
 // A block of query tokens is computed together, over the union of its windows cut into chunks.
@@ -204,8 +203,8 @@ struct MqaLogitsSpec {
     return query_slots() * per_slot + kv_stages * per_stage + 1024;  // barriers, scan
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
-  // sm90 at 8 heads: four tokens per lane, of whose state four registers are saved around a stage of
-  // 256 kv rows (not inside its tiles). Padding to 16 heads instead, without a spill, takes 1.6x
+  // sm90 at 8 heads: four tokens per lane, of whose state four registers are saved around a stage
+  // of 256 kv rows (not inside its tiles). Padding to 16 heads instead, without a spill, takes 1.6x
   // the time at 2048 / 32768, head_dim 128 (212 us, not 132; H200, benchmarks/notes_mqa.md).
   constexpr i32 spill_limit_bytes() const {
     return backend == Backend::sm90 && num_heads == 8 ? 24 : 0;
@@ -278,8 +277,8 @@ constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec, const Mq
              .rank = 2,
              .type = MapType::u8_,
              .swizzle = swizzle};
-  maps.kv_scale = {.base = args.kv_scale - args.kv_scale_lead,
-                   .dims = {i64{args.num_kv} + args.kv_scale_lead},
+  maps.kv_scale = {.base = args.kv_scale,
+                   .dims = {args.num_kv},
                    .strides = {4},
                    .box = {spec.kv_stage_rows()},
                    .rank = 1,

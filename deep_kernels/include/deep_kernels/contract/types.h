@@ -72,7 +72,8 @@ constexpr BackendLimits limits_of(Backend value) {
 }
 
 // One TMA tensor map in plain words. The driver encodes it for the card; an emulator reads it as it
-// is. Dimension 0 is the contiguous one.
+// is. Dimension 0 is the contiguous one; the first coordinate of a load times the element size must
+// be a multiple of 16 bytes, else the card stops with an illegal instruction (seen on an H200).
 enum class MapType : u8 { u8_, f32_, bf16_ };
 enum class Swizzle : u8 { none, b32, b64, b128 };
 

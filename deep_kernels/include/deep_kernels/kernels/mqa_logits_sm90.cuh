@@ -236,8 +236,7 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
       ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_drained[stages.slot]), stages.parity);
       ptx::mbarrier_arrive_expect_tx(filled, kBytes);
       ptx::tma_load_2d(ptx::smem_addr(&smem.kv[stages.slot][0]), maps.kv, filled, 0, row);
-      ptx::tma_load_1d(ptx::smem_addr(&smem.kv_scale[stages.slot][0]), maps.kv_scale, filled,
-                       row + args.kv_scale_lead);
+      ptx::tma_load_1d(ptx::smem_addr(&smem.kv_scale[stages.slot][0]), maps.kv_scale, filled, row);
     }
   }
 }

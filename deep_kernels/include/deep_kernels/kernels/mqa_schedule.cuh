@@ -76,9 +76,10 @@ DK_DEVICE BlockRange warp_blocks(i32 num_blocks, i32 warp) {
   return {begin, min_of(begin + per_warp, num_blocks)};
 }
 
-// Calls visit(block, span, leads) for a warp's blocks, kBlocks at a time: `block` is the lane's, and
-// one lane of each block that exists leads it. The windows of kAhead steps are loaded together: the
-// loads are all latency, but every step more is code to compile. Converged, also inside the visits.
+// Calls visit(block, span, leads) for a warp's blocks, kBlocks at a time: `block` is the lane's,
+// and one lane of each block that exists leads it. The windows of kAhead steps are loaded together:
+// the loads are all latency, but every step more is code to compile. Converged, also inside the
+// visits.
 template <i32 kTokens, i32 kAhead, class Args, class Visit>
 DK_DEVICE void for_each_span(const Args& args, BlockRange blocks, Visit&& visit) {
   using Scan = SpanScan<kTokens>;
