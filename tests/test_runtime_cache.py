@@ -407,6 +407,21 @@ def test_file_that_cannot_grow(fresh: Fresh, tmp_path: Path, nvrtc: tuple[str, s
     assert os.listdir(tmp_path) == [], "no half-written file stays"
 
 
+def prepare_when_there_is_room_again() -> list[list[str]]:
+    case = {"op": "get_mqa_logits_metadata", "num_heads": 8}
+    warnings.simplefilter("ignore")
+    with file_size_limit(5000):  # noqa: F821
+        reports = dk.prepare([case], arch="sm_89")
+    reports += [dk.prepare([case], arch="sm_89")[0] for _ in range(2)]
+    return [[report["origin"], report["file"]] for report in reports]
+
+
+def test_what_was_not_saved_is_saved_when_there_is_room(fresh: Fresh, tmp_path: Path, entry: dict[str, Any]) -> None:
+    reports = fresh.run(prepare_when_there_is_room_again, env={"DEEP_KERNELS_CACHE_DIR": tmp_path})
+    file = str(tmp_path / Path(entry["file"]).name)
+    assert reports == [["compiled", ""], ["memory", file], ["cache", file]]
+
+
 def test_full_disk(fresh: Fresh, tmp_path: Path, nvrtc: tuple[str, str]) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=8k,mode=755", "tmpfs", str(tmp_path)]
     try:

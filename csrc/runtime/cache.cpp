@@ -82,9 +82,7 @@ int write_and_rename(const std::filesystem::path& temporary, const std::filesyst
 
 // Returns an errno value.
 int make_folder_and_write(const std::filesystem::path& file, const Entry& entry) {
-  std::error_code error;
-  std::filesystem::create_directories(file.parent_path(), error);
-  if (error) return error.value();
+  if (const int fault = make_folder(file.parent_path())) return fault;
   const std::filesystem::path temporary = private_name(file, kTemporaryPrefix);
   const int fault = write_and_rename(temporary, file, entry);
   if (fault != 0) unlink(temporary.c_str());
@@ -181,9 +179,7 @@ std::vector<std::filesystem::path> removable(const std::filesystem::path& folder
 
 int clear(const std::filesystem::path& folder) {
   int removed = 0;
-  std::error_code ignored;
-  for (const std::filesystem::path& file : removable(folder))
-    removed += std::filesystem::remove_all(file, ignored) > 0 ? 1 : 0;
+  for (const std::filesystem::path& file : removable(folder)) removed += remove_tree(file) ? 1 : 0;
   return removed;
 }
 

@@ -1,11 +1,14 @@
 #include "runtime/files.h"
 
+#include <dirent.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 
 namespace deep_kernels {
 
@@ -71,14 +74,38 @@ int write_new_file(const std::filesystem::path& path,
   return fsync(file.number()) == 0 ? 0 : errno;
 }
 
+bool is_folder(const std::filesystem::path& path) {
+  struct stat facts{};
+  return stat(path.c_str(), &facts) == 0 && S_ISDIR(facts.st_mode);
+}
+
+int make_folder(const std::filesystem::path& path) {
+  if (mkdir(path.c_str(), 0777) == 0) return 0;
+  const int reason = errno;
+  if (reason == EEXIST) return is_folder(path) ? 0 : ENOTDIR;
+  const std::filesystem::path parent = path.parent_path();
+  if (reason != ENOENT || parent.empty() || parent == path) return reason;
+  if (const int fault = make_folder(parent)) return fault;
+  return mkdir(path.c_str(), 0777) == 0 || errno == EEXIST ? 0 : errno;
+}
+
+bool remove_tree(const std::filesystem::path& path) {
+  constexpr int kOpenFolders = 8;
+  const auto remove_one = [](const char* name, const struct stat*, int, FTW*) {
+    return std::remove(name);
+  };
+  return nftw(path.c_str(), remove_one, kOpenFolders, FTW_DEPTH | FTW_PHYS) == 0;
+}
+
 std::vector<std::filesystem::path> list_folder(const std::filesystem::path& folder) {
   std::vector<std::filesystem::path> found;
-  std::error_code error;
-  std::filesystem::directory_iterator next(folder, error);
-  while (!error && next != std::filesystem::directory_iterator()) {
-    found.push_back(next->path());
-    next.increment(error);
+  DIR* stream = opendir(folder.c_str());
+  if (stream == nullptr) return found;
+  while (const dirent* item = readdir(stream)) {
+    const std::string_view name = item->d_name;
+    if (name != "." && name != "..") found.push_back(folder / name);
   }
+  closedir(stream);
   std::sort(found.begin(), found.end());
   return found;
 }

@@ -1,4 +1,6 @@
-// Whole files and folders by system calls, with the reason when something fails.
+// Whole files and folders by system calls, with the reason when something fails. Of
+// std::filesystem only paths are used: torch's libraries export the iterators of another libstdc++,
+// whose inner types differ, so that walking a folder with them may crash.
 #pragma once
 
 #include <filesystem>
@@ -15,6 +17,11 @@ int read_file(const std::filesystem::path& path, std::string& data);
 int write_new_file(const std::filesystem::path& path,
                    std::initializer_list<std::string_view> parts);
 
+bool is_folder(const std::filesystem::path& path);
+// With all its parents; returns an errno value, 0 for success or where it exists.
+int make_folder(const std::filesystem::path& path);
+// Returns whether anything went. Links are removed, not followed.
+bool remove_tree(const std::filesystem::path& path);
 // What lies in a folder, sorted; nothing where there is no folder. Never throws: folders change
 // while they are read, and a network file system may fail at any step.
 std::vector<std::filesystem::path> list_folder(const std::filesystem::path& folder);

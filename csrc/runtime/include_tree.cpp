@@ -23,7 +23,7 @@ std::filesystem::path include_folder() {
   Dl_info info{};
   if (dladdr(reinterpret_cast<void*>(&include_tree), &info) == 0 || info.dli_fname == nullptr)
     throw CompileError("the folder of the deep_kernels extension cannot be found");
-  return std::filesystem::absolute(info.dli_fname).parent_path() / "include";
+  return std::filesystem::path(info.dli_fname).parent_path() / "include";
 }
 
 // Names come from the folders walked through, never from where links lead: some installers make
@@ -33,8 +33,7 @@ void add_headers(IncludeTree& tree, const std::filesystem::path& folder, const s
   for (const std::filesystem::path& path : list_folder(folder)) {
     const std::string name = prefix + path.filename().string();
     const std::string extension = path.extension().string();
-    std::error_code ignored;
-    if (std::filesystem::is_directory(path, ignored)) {
+    if (is_folder(path)) {
       if (depth < kMaxDepth) add_headers(tree, path, name + "/", depth + 1);
     } else if (extension == ".h" || extension == ".cuh") {
       std::string text;

@@ -15,6 +15,7 @@
 #include "runtime/cache.h"
 #include "runtime/digest.h"
 #include "runtime/errors.h"
+#include "runtime/files.h"
 #include "runtime/include_tree.h"
 #include "runtime/nvrtc.h"
 #include "runtime/ptxas_log.h"
@@ -186,18 +187,30 @@ std::shared_ptr<const Built> load_any_version(const std::filesystem::path& folde
 std::shared_ptr<const Built> load_prebuilt(const std::string& entry) {
   const auto folder = settings::prebuilt_dir();
   if (!folder) return nullptr;
-  std::error_code ignored;
   static std::atomic<bool> warned = false;
-  if (!std::filesystem::is_directory(*folder, ignored) && !warned.exchange(true))
+  if (!is_folder(*folder) && !warned.exchange(true))
     warn(fmt::format("deep_kernels: DEEP_KERNELS_PREBUILT_DIR names {}, where there is no folder",
                      folder->string()));
   return load_any_version(*folder, entry, "prebuilt");
 }
 
-std::shared_ptr<const Built> find_unsaved(const std::string& file_name) {
-  const std::shared_lock lock(state->lock);
-  const auto found = state->unsaved.find(file_name);
-  return found == state->unsaved.end() ? nullptr : found->second;
+// What no folder took before; the folder may have room by now.
+std::shared_ptr<const Built> find_unsaved(const std::filesystem::path& file, bool use_disk) {
+  std::shared_ptr<const Built> kept;
+  {
+    const std::shared_lock lock(state->lock);
+    const auto found = state->unsaved.find(file.filename().string());
+    if (found == state->unsaved.end()) return nullptr;
+    kept = found->second;
+  }
+  if (!use_disk || !cache::save(file, kept->entry)) return kept;
+  {
+    const std::unique_lock lock(state->lock);
+    state->unsaved.erase(file.filename().string());
+  }
+  auto saved = std::make_shared<Built>(*kept);
+  saved->report.file = file.string();
+  return saved;
 }
 
 // Prebuilt folder, cache folder, compiler, in this order.
@@ -223,7 +236,7 @@ std::shared_ptr<const Built> load_or_compile(const BuildRequest& request,
   if (use_disk)
     if (auto found = load_or_warn(file))
       return make_built(entry, "cache", file.string(), std::move(*found));
-  if (auto found = find_unsaved(name)) return found;
+  if (auto found = find_unsaved(file, use_disk)) return found;
   if (no_compile) refuse_compile(request);
   cache::Entry compiled = compile(request, entry, *nvrtc);
   const bool saved = use_disk && cache::save(file, compiled);
