@@ -70,11 +70,12 @@ def tree_digest(folders: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _compile(command: list[str], target: Path, cwd: Path | None = None) -> None:
+def _compile(command: list[str], target: Path) -> None:
     """Runs the compiler into a private file and renames it, so that racing processes do not meet."""
     handle, private = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
-    result = subprocess.run([*command, "-o", private], capture_output=True, text=True, cwd=cwd)
+    # Debug information names files relative to the folder of the compiler: none of this machine's.
+    result = subprocess.run([*command, "-o", private], capture_output=True, text=True, cwd="/")
     if result.returncode != 0:
         os.unlink(private)
         raise RuntimeError(f"the emulator could not compile {target.stem}:\n{result.stderr}")

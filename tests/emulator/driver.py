@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -70,6 +75,25 @@ def _load(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
+_one_at_a_time = threading.Lock()  # the machine is one
+
+
+def _calls(library: Path, offsets: Iterable[int]) -> list[str]:
+    """Where in the kernel's text the thread was, innermost first, if the binutils are there to tell."""
+    addresses = [hex(offset) for offset in offsets]
+    tool = shutil.which("addr2line")
+    if not tool or not addresses:
+        return []
+    command = [tool, "-i", "-f", "-C", "-e", str(library), *addresses]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    places = []
+    for function, place in zip(lines[::2], lines[1::2], strict=True):
+        name = function.partition("<")[0].partition("(")[0].rpartition("::")[2].rpartition(" ")[2]
+        if match := re.match(r"/+((?:kernels|tile)/\S+)", place):
+            places.append(f"{match[1]} ({name})")
+    return places
+
+
 @dataclass
 class Emulator:
     """How launches run: which headers, which flags, which order of threads."""
@@ -83,7 +107,8 @@ class Emulator:
     def __call__(self, launch: dict[str, Any]) -> None:
         """Compiles and runs one launch in place; raises EmulatorError for a fault of the kernel."""
         self.launches.append({key: launch[key] for key in ("op", "spec", "entry", "target", "grid")})
-        library = _load(build.kernel_library(launch["source"], launch["entry"], include=self.include, flags=self.flags))
+        path = build.kernel_library(launch["source"], launch["entry"], include=self.include, flags=self.flags)
+        library = _load(path)
         blobs = [launch["args"]]
         maps: bytes = launch.get("maps", b"")
         if maps:
@@ -128,9 +153,15 @@ class Emulator:
             trace_file=self.trace_file.encode() if self.trace_file else None,
         )
         fault = ctypes.create_string_buffer(1 << 16)
-        if core().dk_emulator_run(ctypes.byref(request), fault, len(fault)) != 0:
+        calls = (ctypes.c_ulonglong * 64)()
+        with _one_at_a_time:
+            status = core().dk_emulator_run(ctypes.byref(request), fault, len(fault), calls, len(calls))
+        if status != 0:
             kind, _, text = fault.value.decode().partition("\n")
-            raise EmulatorError(kind, text)
+            places = _calls(path, itertools.takewhile(bool, calls))
+            if "\n  at " in text:  # the first is named already
+                places = places[1:]
+            raise EmulatorError(kind, "\n  called from ".join([text, *places]))
 
     def with_seed(self, seed: int) -> Emulator:
         """The same with another order of threads and copies."""

@@ -1,6 +1,7 @@
 // One launch from the outside: sets the machine up, runs the blocks one after another, turns faults
 // of the host program into faults of the kernel.
 #include <signal.h>
+#include <ucontext.h>
 
 #include <csetjmp>
 #include <cstdio>
@@ -20,7 +21,7 @@ sigjmp_buf on_signal;
 const void* fault_address = nullptr;
 int fault_signal = 0;
 
-void handle_signal(int signal, siginfo_t* info, void*) {
+void handle_signal(int signal, siginfo_t* info, [[maybe_unused]] void* context) {
   if (machine.current == nullptr) {  // the emulator itself: not a kernel's fault
     ::signal(signal, SIG_DFL);
     raise(signal);
@@ -28,6 +29,11 @@ void handle_signal(int signal, siginfo_t* info, void*) {
   }
   fault_signal = signal;
   fault_address = info->si_addr;
+#if defined(__x86_64__)
+  const auto& registers = static_cast<const ucontext_t*>(context)->uc_mcontext.gregs;
+  note_signal(reinterpret_cast<const void*>(registers[REG_RIP]),
+              reinterpret_cast<const void*>(registers[REG_RBP]));
+#endif
   siglongjmp(on_signal, 1);
 }
 
@@ -133,7 +139,8 @@ void store_shared(u32 addr, const void* from, u32 bytes, At at) {
 
 using namespace deep_kernels::emulator;
 
-int dk_emulator_run(const DkLaunch* launch, char* text, int text_bytes) {
+int dk_emulator_run(const DkLaunch* launch, char* text, int text_bytes, unsigned long long* calls,
+                    int max_calls) {
   const Signals signals;
   if (launch->trace_file != nullptr) trace::open(launch->trace_file);
   int result = 0;
@@ -142,6 +149,9 @@ int dk_emulator_run(const DkLaunch* launch, char* text, int text_bytes) {
   } catch (const Stop&) {
     const Fault fault = take_fault();
     std::snprintf(text, text_bytes, "%s\n%s", fault.kind.c_str(), fault.text.c_str());
+    const auto count = static_cast<std::size_t>(max_calls - 1);
+    for (std::size_t i = 0; i < fault.calls.size() && i < count; ++i) *calls++ = fault.calls[i];
+    *calls = 0;
     result = 1;
   }
   machine.current = nullptr;

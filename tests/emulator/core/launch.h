@@ -30,8 +30,10 @@ struct DkLaunch {
   const char* trace_file;   // where events go as JSON lines; null: nowhere
 };
 
-// 0 if the launch ran to its end; else `fault` holds "kind\ntext".
-int dk_emulator_run(const struct DkLaunch* launch, char* fault, int fault_bytes);
+// 0 if the launch ran to its end; else `fault` holds "kind\ntext", and `calls` where the kernel was:
+// offsets into its library, innermost first, then 0.
+int dk_emulator_run(const struct DkLaunch* launch, char* fault, int fault_bytes,
+                    unsigned long long* calls, int max_calls);
 
 // The arithmetic alone, for tests: d[m][n] = fused chain over k of a[m][k], b[n][k], c[m][n].
 void dk_emulator_wgmma_e4m3(int m, int n, int k, const unsigned char* a, const unsigned char* b,

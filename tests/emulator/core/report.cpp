@@ -1,5 +1,7 @@
 #include "report.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
@@ -37,6 +39,31 @@ const std::vector<std::string>& lines_of(const std::string& file) {
   }
   return entry->second;
 }
+
+// Return addresses inside the kernel's library, up the chain of frame pointers.
+std::vector<u64> calls_from(const void* frame, const void* instruction) {
+  std::vector<u64> calls;
+  Dl_info kernel, other;
+  if (dladdr(reinterpret_cast<const void*>(machine.launch->entry), &kernel) == 0) return calls;
+  const auto add = [&](const void* address, i64 back) {
+    if (address == nullptr || dladdr(address, &other) == 0 || other.dli_fbase != kernel.dli_fbase)
+      return;
+    calls.push_back(static_cast<u64>(static_cast<const u8*>(address) -
+                                     static_cast<const u8*>(kernel.dli_fbase) - back));
+  };
+  add(instruction, 0);
+  const auto* link = static_cast<const void* const*>(frame);
+  for (i32 depth = 0; link != nullptr && depth < 64; ++depth) {
+    add(link[1], 1);  // the call itself, not what follows it
+    const auto* next = static_cast<const void* const*>(link[0]);
+    if (next <= link || next > link + kStackBytes / sizeof(void*)) break;
+    link = next;
+  }
+  return calls;
+}
+
+const void* signal_instruction = nullptr;
+const void* signal_frame = nullptr;
 
 }  // namespace
 
@@ -121,11 +148,22 @@ void fail(const char* kind, const std::string& what, Place at, i32 thread) {
   fault.text = format("%s: %s", machine.launch->kernel, what.c_str());
   if (thread >= 0) fault.text += "\n  by " + thread_name(thread);
   fault.text += cite("at", at);
+  fault.calls.clear();
+  if (machine.current != nullptr)
+    fault.calls = calls_from(__builtin_frame_address(0), nullptr);
+  else if (signal_instruction != nullptr)
+    fault.calls = calls_from(signal_frame, signal_instruction);
+  signal_instruction = signal_frame = nullptr;
   have_fault = true;
   if (machine.current == nullptr) throw Stop{};
   Stopped never;
   switch_fiber(&never, machine.scheduler);
   __builtin_unreachable();
+}
+
+void note_signal(const void* instruction, const void* frame) {
+  signal_instruction = instruction;
+  signal_frame = frame;
 }
 
 bool failed() { return have_fault; }

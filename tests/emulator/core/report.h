@@ -10,6 +10,7 @@ namespace deep_kernels::emulator {
 struct Fault {
   std::string kind;
   std::string text;
+  std::vector<u64> calls;  // offsets into the kernel's library, innermost first
 };
 // Thrown in the scheduler alone; threads leave by switching to it.
 struct Stop {};
@@ -35,6 +36,9 @@ std::string cite(const char* what, Place place);
 // Ends the launch. `kind` is one word for tests; the text says what is wrong. `thread` is who did
 // it: the current thread if -1.
 [[noreturn]] void fail(const char* kind, const std::string& what, Place at, i32 thread = -1);
+
+// Where the kernel was when a signal stopped it, for the fault that follows.
+void note_signal(const void* instruction, const void* frame);
 
 bool failed();
 Fault take_fault();
