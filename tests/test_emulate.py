@@ -8,16 +8,9 @@ from pathlib import Path
 
 import pytest
 from emulator import CompilerMissing, build
+from emulator.fixtures import emulator_ready  # noqa: F401
 
 from deep_kernels import __main__, emulate
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiler() -> None:
-    try:
-        build.compiler()
-    except CompilerMissing as missing:
-        pytest.skip(str(missing))
 
 
 def emulated(*words: str) -> int:

@@ -10,9 +10,10 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
-from emulator import CompilerMissing, Emulator, build, card, installed
+from emulator import Emulator, card, installed
 from emulator.cases import MQA_CASES, MqaCase, MqaInputs, checksum, e4m3_values, environment, hash_bits, run_mqa
 from emulator.driver import SANITIZED_FLAGS, compile_ahead
+from emulator.fixtures import emulator_ready  # noqa: F401
 from emulator.memory import guarded
 from torch import Tensor
 
@@ -24,12 +25,8 @@ LIMITS = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled() -> Iterator[None]:
+def compiled(emulator_ready: None) -> Iterator[None]:  # noqa: F811
     """All kernels of the cases, compiled side by side before the first is run."""
-    try:
-        build.compiler()
-    except CompilerMissing as missing:
-        pytest.skip(str(missing))
 
     def run_all() -> None:
         for case, arch in itertools.product(MQA_CASES, ARCHES):

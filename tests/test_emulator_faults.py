@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import emulator
 import pytest
-
-emulator = pytest.importorskip("emulator")
-from emulator import cases, faults  # noqa: E402
+from emulator import cases, faults
+from emulator.fixtures import emulator_ready  # noqa: F401
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))

@@ -9,21 +9,13 @@ from fractions import Fraction
 
 import pytest
 import torch
-from emulator import CompilerMissing, Emulator, EmulatorError, build
+from emulator import Emulator, EmulatorError, build
 from emulator.cases import e4m3_values, hash_bits
 from emulator.driver import SANITIZED_FLAGS, core
+from emulator.fixtures import emulator_ready  # noqa: F401
 from emulator.memory import guarded
 from emulator.mini import Map, run_kernel
 from torch import Tensor
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiler() -> None:
-    try:
-        build.compiler()
-    except CompilerMissing as missing:
-        pytest.skip(str(missing))
-
 
 # --- arithmetic of the tensor cores, against the rule in exact rational numbers ---------------------------------------
 

@@ -111,7 +111,8 @@ def _compile(command: list[str], target: Path) -> None:
 def core_library() -> Path:
     """The emulator itself as a shared library."""
     sources = sorted((HERE / "core").glob("*.cpp"))
-    key = hashlib.sha256((tree_digest([HERE / "core"]) + _machine()).encode()).hexdigest()[:16]
+    parts = (tree_digest([HERE / "core", PACKAGE_INCLUDE / "deep_kernels" / "contract"]), _machine(), *FLAGS)
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     target = cache_folder() / f"libdk_emulator_{key}.so"
     with _missing(target) as missing:
         if missing:
@@ -154,11 +155,10 @@ def kernel_library(
         flags: of the compiler, added to the common ones.
     """
     text = f'{source}\n#include "core/entry.h"\nDK_EMULATOR_ENTRY({entry})\n'
-    digest = tree_digest([include, EMULATOR_INCLUDE]) + tree_digest([HERE / "core"])
-    parts = (text, digest, _machine(), *FLAGS, *flags)
+    boundary = [(HERE / "core" / name).read_text() for name in ("device.h", "entry.h", "numeric.h")]
+    parts = (text, tree_digest([include, EMULATOR_INCLUDE]), *boundary, _machine(), *FLAGS, *flags)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     target = cache_folder() / f"{entry}_{key}.so"
-    core = core_library()
     with _missing(target) as missing:
         if not missing:
             return target
@@ -167,6 +167,6 @@ def kernel_library(
         folders = [f"-I{EMULATOR_INCLUDE}", f"-I{include}", f"-I{HERE}"]
         # Reports name files by where they lie in an include folder, wherever that was.
         folders += [f"-ffile-prefix-map={root}/=" for root in source_roots(include)]
-        command = [compiler(), *FLAGS, "-g1", *flags, *folders, "-shared", str(path), str(core)]
-        _compile([*command, f"-Wl,-rpath,{core.parent}"], target)
+        # The emulator's functions are found at load time, in the library that is loaded first.
+        _compile([compiler(), *FLAGS, "-g1", *flags, *folders, "-shared", str(path)], target)
     return target

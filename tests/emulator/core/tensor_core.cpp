@@ -142,53 +142,54 @@ void wgmma_k32_e4m3(i32 m, i32 n, const u8* a, const u8* b, float* d) {
 }
 
 void mma_m16n8k32_e4m3(const u8* a, const u8* b, float* c) {
+  constexpr i32 kRows = 16;
   constexpr i32 kColumns = 8;
-  alignas(64) float values[32][kColumns];
-  alignas(64) i32 exponents[32][kColumns];
-  bool nan[kColumns] = {};
-  for (i32 j = 0; j < kColumns; ++j) {
+  // All rows at once against one column after the other.
+  alignas(64) float values[32][kRows];
+  alignas(64) i32 exponents[32][kRows];
+  bool row_nan[kRows] = {};
+  for (i32 i = 0; i < kRows; ++i) {
     for (i32 k = 0; k < 32; ++k) {
-      const u8 code = b[j * 32 + k];
-      values[k][j] = kTables.value[code];
-      exponents[k][j] = kTables.exponent[code];
-      nan[j] |= kTables.nan[code];
+      const u8 code = a[i * 32 + k];
+      values[k][i] = kTables.value[code];
+      exponents[k][i] = kTables.exponent[code];
+      row_nan[i] |= kTables.nan[code];
     }
   }
-  for (i32 i = 0; i < 16; ++i) {
-    const u8* row = a + i * 32;
-    bool row_nan = false;
-    for (i32 k = 0; k < 32; ++k) row_nan |= kTables.nan[row[k]];
-    alignas(64) float step[kColumns] = {};
+  for (i32 j = 0; j < kColumns; ++j) {
+    const u8* column = b + j * 32;
+    bool nan = false;
+    for (i32 k = 0; k < 32; ++k) nan |= kTables.nan[column[k]];
+    alignas(64) float step[kRows] = {};
     for (i32 half = 0; half < 2; ++half) {
-      alignas(64) i32 top[kColumns];
-      alignas(64) float scale[kColumns];
-      alignas(64) i32 sum[kColumns];
-      // A step's own result is 0 or at least 2^-18 in magnitude, a multiple of the grid of a later
-      // top only if cut: it takes part like a product.
-      for (i32 j = 0; j < kColumns; ++j)
-        top[j] = step[j] == 0.0f ? kZeroExponent : exponent_of(bits_of(step[j]));
-      for (i32 quad = 0; quad < 32; quad += 4) {
-        for (i32 k = quad + 2 * half; k < quad + 2 * half + 2; ++k) {
-          const i32 exponent = kTables.exponent[row[k]];
-          for (i32 j = 0; j < kColumns; ++j) top[j] = std::max(top[j], exponent + exponents[k][j]);
+      alignas(64) i32 top[kRows];
+      alignas(64) float scale[kRows];
+      alignas(64) i32 sum[kRows];
+      // The first step's result takes part in the second like a product.
+      for (i32 i = 0; i < kRows; ++i)
+        top[i] = step[i] == 0.0f ? kZeroExponent : exponent_of(bits_of(step[i]));
+      for (i32 quad = 2 * half; quad < 32; quad += 4) {
+        for (i32 k = quad; k < quad + 2; ++k) {
+          const i32 exponent = kTables.exponent[column[k]];
+          for (i32 i = 0; i < kRows; ++i) top[i] = std::max(top[i], exponent + exponents[k][i]);
         }
       }
-      for (i32 j = 0; j < kColumns; ++j) {
-        scale[j] = power_of_two(kF16 - std::max<i32>(top[j], kZeroExponent));
-        sum[j] = static_cast<i32>(step[j] * scale[j]);
+      for (i32 i = 0; i < kRows; ++i) {
+        scale[i] = power_of_two(kF16 - std::max<i32>(top[i], kZeroExponent));
+        sum[i] = static_cast<i32>(step[i] * scale[i]);
       }
-      for (i32 quad = 0; quad < 32; quad += 4) {
-        for (i32 k = quad + 2 * half; k < quad + 2 * half + 2; ++k) {
-          const float factor = kTables.value[row[k]];
-          for (i32 j = 0; j < kColumns; ++j)
-            sum[j] += static_cast<i32>(factor * values[k][j] * scale[j]);
+      for (i32 quad = 2 * half; quad < 32; quad += 4) {
+        for (i32 k = quad; k < quad + 2; ++k) {
+          const float factor = kTables.value[column[k]];
+          for (i32 i = 0; i < kRows; ++i)
+            sum[i] += static_cast<i32>(factor * values[k][i] * scale[i]);
         }
       }
-      for (i32 j = 0; j < kColumns; ++j) step[j] = cut_to_float(sum[j]) / scale[j];
+      for (i32 i = 0; i < kRows; ++i) step[i] = cut_to_float(sum[i]) / scale[i];
     }
-    for (i32 j = 0; j < kColumns; ++j) {
+    for (i32 i = 0; i < kRows; ++i) {
       float& total = c[i * kColumns + j];
-      total = row_nan || nan[j] ? float_of(kNan) : total + step[j];
+      total = row_nan[i] || nan ? float_of(kNan) : total + step[i];
       if (std::isnan(total)) total = float_of(kNan);
     }
   }
