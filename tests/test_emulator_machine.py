@@ -41,8 +41,14 @@ def cut(value: Fraction, grid: Fraction) -> Fraction:
 
 
 def fused(a: list[int], b: list[int], c: float, low: int, fraction: int) -> float:
-    """One step of the tensor core: c + sum of a * b, cut as the notes on the rule say."""
-    pairs = [(e4m3_parts(x), e4m3_parts(y)) for x, y in zip(a, b, strict=True)]
+    """One step of the tensor core on e4m3 codes."""
+    return fused_parts([(e4m3_parts(x), e4m3_parts(y)) for x, y in zip(a, b, strict=True)], c, low, fraction)
+
+
+def fused_parts(
+    pairs: list[tuple[tuple[Fraction, int] | None, tuple[Fraction, int] | None]], c: float, low: int, fraction: int
+) -> float:
+    """c + sum of products: cut to 2^(top - low) each, then to the result's fraction bits."""
     if math.isnan(c) or any(x is None or y is None for x, y in pairs):
         return math.nan
     terms = [(x[0] * y[0], x[1] + y[1]) for x, y in pairs if x and y and x[0] * y[0]]
@@ -138,7 +144,99 @@ def test_mma_sync_e4m3_is_exact(family: str) -> None:
         same_bits(d.flatten(), wanted)
 
 
+def half_parts(bits: int, mantissa_bits: int) -> tuple[Fraction, int] | None:
+    """Value and exponent of a finite bfloat16 or float16; None for the others."""
+    exponent_bits = 15 - mantissa_bits
+    field, mantissa = bits >> mantissa_bits & (1 << exponent_bits) - 1, bits & (1 << mantissa_bits) - 1
+    if field == (1 << exponent_bits) - 1:
+        return None
+    exponent = max(field, 1) - (1 << exponent_bits - 1) + 1
+    significand = Fraction(mantissa + (1 << mantissa_bits if field else 0), 1 << mantissa_bits)
+    return significand * Fraction(2) ** exponent * (-1 if bits >> 15 else 1), exponent
+
+
+@pytest.mark.parametrize("family", ["wide", "narrow", "tiny", "huge"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_steps_of_16_are_exact(dtype: torch.dtype, family: str) -> None:
+    mantissa_bits = 7 if dtype == torch.bfloat16 else 10
+    fields = (1 << 15 - mantissa_bits) - 1  # of the exponent, but for infinities
+    rows, columns = 9, 16
+    draws = [hash_bits(seed, count, 16) for seed, count in ((1, rows), (2, columns))]
+    first, spread = {"wide": (0, fields), "narrow": (fields // 2 - 1, 3), "tiny": (0, fields // 4), "huge": (
+        fields - 2, 2)}[family]  # fmt: skip
+    codes = [
+        (draw & 0x8000 | (first + (draw >> 16) % spread) << mantissa_bits | draw & (1 << mantissa_bits) - 1)
+        for draw in draws
+    ]
+    a, b = (code.to(torch.int32).to(torch.uint16) for code in codes)
+    c = accumulators(family, 3, rows, columns)
+    d = torch.empty(rows, columns)
+    core().dk_emulator_k16(
+        int(dtype == torch.float16), rows, columns, *(ctypes.c_void_p(t.data_ptr()) for t in (a, b, c, d))
+    )
+    left, right = ([[half_parts(x, mantissa_bits) for x in row] for row in code.tolist()] for code in codes)
+    wanted = [
+        fused_parts(list(zip(left[i], right[j], strict=True)), float(c[i, j]), 25, 23)
+        for i in range(rows)
+        for j in range(columns)
+    ]
+    same_bits(d.flatten(), wanted)
+
+
+def test_specials_in_steps_of_16() -> None:
+    values = torch.ones(5, 16, dtype=torch.bfloat16)
+    values[1, 3], values[2, 3], values[3, 4], values[4, 5] = math.inf, -math.inf, math.nan, 0.0
+    a, b = values.view(torch.int16), values.view(torch.int16)
+    c, d = torch.zeros(5, 5), torch.empty(5, 5)
+    core().dk_emulator_k16(0, 5, 5, *(ctypes.c_void_p(t.data_ptr()) for t in (a, b, c, d)))
+    wanted = (values.float() @ values.float().T).flatten().tolist()
+    same_bits(d.flatten(), wanted)
+
+
 # --- conversions ------------------------------------------------------------------------------------------------------
+
+
+def test_f32_to_e4m3() -> None:
+    codes = hash_bits(7, 1 << 16) << 1 | hash_bits(8, 1 << 16) % 2
+    values = codes.to(torch.uint32).view(torch.float32)
+    values[: 1 << 15] = (hash_bits(9, 1 << 15) % (1 << 20) - (1 << 19)).float() * 2.0**-9  # ties among them
+    values[:6] = torch.tensor([math.inf, -math.inf, 448.0, 464.0, 2.0**-10, -0.0])
+    found = torch.empty(1 << 16, dtype=torch.uint8)
+    core().dk_emulator_e4m3_of(len(values), *(ctypes.c_void_p(t.data_ptr()) for t in (values, found)))
+    nan = torch.isnan(values)
+    wanted = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(found[~nan], wanted[~nan])
+    assert bool((found[nan] == 0x7F).all())
+
+
+def test_e4m3_to_f16() -> None:
+    codes = torch.arange(256).to(torch.uint8)
+    found = torch.empty(256, dtype=torch.int16)
+    core().dk_emulator_f16_of_e4m3(256, *(ctypes.c_void_p(t.data_ptr()) for t in (codes, found)))
+    wanted = codes.view(torch.float8_e4m3fn).half()
+    nan = torch.isnan(wanted)
+    assert torch.equal(found[~nan], wanted[~nan].view(torch.int16))
+    assert bool((found[nan] == 0x7FFF).all())
+
+
+def test_ex2_stays_within_its_bounds() -> None:
+    """Against the exact value: +1.390 and -2.055 ulp, as measured on an H200."""
+    values = (hash_bits(3, 1 << 17).double() / 2**31 * 254 - 126).float()
+    values[: 1 << 16] = (hash_bits(4, 1 << 16).double() / 2**31 * 2 - 1).float()
+    values[:4] = torch.tensor([0.0, -0.0, 1.0, -1.0])
+    found = torch.empty(1 << 17)
+    core().dk_emulator_ex2(len(values), *(ctypes.c_void_p(t.data_ptr()) for t in (values, found)))
+    exact = torch.exp2(values.double())
+    ulp = torch.exp2(torch.floor(values.double()) - 23)
+    error = (found.double() - exact) / ulp
+    assert float(error.max()) <= 1.39 and float(error.min()) >= -2.06
+    assert float(error.max()) > 0.9 and float(error.min()) < -1.5  # an approximation, as on the card
+    assert found[:4].tolist() == [1.0, 1.0, 2.0, 0.5]
+    order = values.argsort()
+    assert bool((found[order].diff() >= 0).all())  # it never falls
+    edges = torch.tensor([-126.5, 128.0, -math.inf, math.inf])
+    core().dk_emulator_ex2(4, *(ctypes.c_void_p(t.data_ptr()) for t in (edges, found)))
+    assert found[:4].tolist() == [0.0, math.inf, 0.0, math.inf]
 
 
 def test_f16_to_f32() -> None:

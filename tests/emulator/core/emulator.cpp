@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "global.h"
+#include "numeric.h"
 #include "report.h"
 #include "shared.h"
 #include "tensor_core.h"
@@ -169,6 +170,23 @@ void dk_emulator_wgmma_e4m3(int m, int n, int k, const unsigned char* a, const u
     for (int i = 0; i < n; ++i) std::memcpy(&right[i * 32], b + i * k + step, 32);
     tensor_core::wgmma_k32_e4m3(m, n, left.data(), right.data(), d);
   }
+}
+
+void dk_emulator_k16(int is_f16, int m, int n, const unsigned short* a, const unsigned short* b,
+                     const float* c, float* d) {
+  std::memcpy(d, c, sizeof(float) * m * n);
+  tensor_core::step_k16(is_f16 != 0 ? tensor_core::Half::f16 : tensor_core::Half::bf16, m, n, a, b,
+                        d);
+}
+
+void dk_emulator_e4m3_of(int count, const float* from, unsigned char* to) {
+  for (int i = 0; i < count; ++i) to[i] = numeric::e4m3_of(from[i]);
+}
+void dk_emulator_f16_of_e4m3(int count, const unsigned char* from, unsigned short* to) {
+  for (int i = 0; i < count; ++i) to[i] = numeric::f16_of_e4m3(from[i]);
+}
+void dk_emulator_ex2(int count, const float* from, float* to) {
+  for (int i = 0; i < count; ++i) to[i] = numeric::ex2_approx_ftz(from[i]);
 }
 
 void dk_emulator_mma_e4m3(const unsigned char* a, const unsigned char* b, const float* c,

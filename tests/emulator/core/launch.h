@@ -30,13 +30,19 @@ struct DkLaunch {
   const char* trace_file;   // where events go as JSON lines; null: nowhere
 };
 
-// 0 if the launch ran to its end; else `fault` holds "kind\ntext", and `calls` where the kernel was:
-// offsets into its library, innermost first, then 0.
+// 0 if the launch ran to its end; else `fault` holds "kind\ntext", and `calls` where the kernel
+// was: offsets into its library, innermost first, then 0.
 int dk_emulator_run(const struct DkLaunch* launch, char* fault, int fault_bytes,
                     unsigned long long* calls, int max_calls);
 
 // The arithmetic alone, for tests: d[m][n] = fused chain over k of a[m][k], b[n][k], c[m][n].
 void dk_emulator_wgmma_e4m3(int m, int n, int k, const unsigned char* a, const unsigned char* b,
                             const float* c, float* d);
+void dk_emulator_k16(int is_f16, int m, int n, const unsigned short* a, const unsigned short* b,
+                     const float* c, float* d);  // k = 16
+// e4m3 of float32, float16 of e4m3, ex2.approx.ftz of float32.
+void dk_emulator_e4m3_of(int count, const float* from, unsigned char* to);
+void dk_emulator_f16_of_e4m3(int count, const unsigned char* from, unsigned short* to);
+void dk_emulator_ex2(int count, const float* from, float* to);
 void dk_emulator_mma_e4m3(const unsigned char* a, const unsigned char* b, const float* c, float* d);
 }

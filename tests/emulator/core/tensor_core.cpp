@@ -141,6 +141,71 @@ void wgmma_k32_e4m3(i32 m, i32 n, const u8* a, const u8* b, float* d) {
   wgmma_k32_e4m3(m, n, a, decoded, d);
 }
 
+namespace {
+
+// An operand of 16 bits: its value, and its exponent as the adder sees it.
+struct Number {
+  double value;
+  i32 exponent;
+};
+Number decode_half(Half type, u16 bits) {
+  const i32 mantissa_bits = type == Half::bf16 ? 7 : 10;
+  const i32 exponent_bits = 15 - mantissa_bits;
+  const i32 bias = (1 << (exponent_bits - 1)) - 1;
+  const i32 field = bits >> mantissa_bits & ((1 << exponent_bits) - 1);
+  const i32 mantissa = bits & ((1 << mantissa_bits) - 1);
+  const double sign = bits >> 15 != 0 ? -1.0 : 1.0;
+  if (field == (1 << exponent_bits) - 1) return {mantissa != 0 ? std::nan("") : sign * HUGE_VAL, 0};
+  const i32 exponent = std::max(field, 1) - bias;
+  const i32 significand = mantissa + (field != 0 ? 1 << mantissa_bits : 0);
+  return {sign * std::ldexp(significand, exponent - mantissa_bits), exponent};
+}
+
+// A finite sum as float32, cut toward zero.
+float cut_to_float(double value) {
+  const double magnitude = std::fabs(value);
+  if (magnitude >= 0x1p128) return static_cast<float>(std::copysign(HUGE_VAL, value));
+  double cut;
+  if (magnitude < 0x1p-126)
+    cut = std::trunc(value * 0x1p149) * 0x1p-149;
+  else
+    cut = std::bit_cast<double>(std::bit_cast<u64>(value) & ~((u64{1} << 29) - 1));
+  return static_cast<float>(cut) + 0.0f;  // underflow gives +0
+}
+
+constexpr i32 kLowestTop = -133;  // felt by products of tiny bfloat16 numbers alone
+
+}  // namespace
+
+void step_k16(Half type, i32 m, i32 n, const u16* a, const u16* b, float* d) {
+  Number row[16];
+  Number column[16];
+  for (i32 i = 0; i < m; ++i) {
+    for (i32 k = 0; k < 16; ++k) row[k] = decode_half(type, a[i * 16 + k]);
+    for (i32 j = 0; j < n; ++j) {
+      for (i32 k = 0; k < 16; ++k) column[k] = decode_half(type, b[j * 16 + k]);
+      float& c = d[i * n + j];
+      i32 top = c != 0.0f ? std::max(kLowestTop, exponent_of(bits_of(c))) : kLowestTop;
+      double specials = std::isfinite(c) ? 0.0 : c;
+      for (i32 k = 0; k < 16; ++k) {
+        const double product = row[k].value * column[k].value;
+        if (!std::isfinite(product))
+          specials += product;
+        else if (product != 0.0)
+          top = std::max(top, row[k].exponent + column[k].exponent);
+      }
+      if (specials != 0.0) {  // NaN too
+        c = std::isnan(specials) ? float_of(kNan) : static_cast<float>(specials);
+        continue;
+      }
+      const double scale = std::ldexp(1.0, kF16 - top);
+      double sum = std::trunc(c * scale);
+      for (i32 k = 0; k < 16; ++k) sum += std::trunc(row[k].value * column[k].value * scale);
+      c = cut_to_float(sum / scale);
+    }
+  }
+}
+
 void mma_m16n8k32_e4m3(const u8* a, const u8* b, float* c) {
   constexpr i32 kRows = 16;
   constexpr i32 kColumns = 8;

@@ -4,6 +4,7 @@
 // its factors' exponents) sets a grid of 2^(top - F); every term is cut toward zero to the grid,
 // the sum is exact, and the result is cut toward zero to M fraction bits.
 //   wgmma e4m3:          32 products, F = 13, M = 13
+//   wgmma and mma.sync bf16 or f16: 16 products, F = 25, M = 23
 //   mma.sync e4m3 on sm_90a: no such instruction; the assembler converts to f16 and takes two steps
 //     of 16 products (k mod 4 < 2 first) from c = 0 with F = 25, M = 23, then adds c in float32.
 //     What an sm_89 does by itself has not been measured; it is emulated in the same way.
@@ -27,6 +28,10 @@ struct Decoded {
 };
 void decode(i32 n, const u8* b, Decoded& decoded);
 void wgmma_k32_e4m3(i32 m, i32 n, const u8* a, const Decoded& b, float* d);
+
+// d[m][n]: on entry c, on return c + a * b. a [m][16], b [n][16], bits of bfloat16 or float16.
+enum class Half : u8 { bf16, f16 };
+void step_k16(Half type, i32 m, i32 n, const u16* a, const u16* b, float* d);
 
 // c [16][8], a [16][32], b [8][32].
 void mma_m16n8k32_e4m3(const u8* a, const u8* b, float* c);
