@@ -269,6 +269,7 @@ Obtained obtain(const BuildRequest& request, const std::string& entry) {
   }
   if (!mine) return {flight->wait(), true};
 
+  const HeldWarnings until_the_others_go_on;
   std::shared_ptr<const Built> built;
   std::exception_ptr failure;
   try {
