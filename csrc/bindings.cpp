@@ -294,11 +294,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("read_entry", read_entry);
   m.def("clear_cache", [](const std::filesystem::path& folder) { return cache::clear(folder); });
   m.def("compile_options", [](const std::string& target) {
-    return store::compile_options(resolve_arch("compile", target, std::nullopt).target);
+    return compile_options(resolve_arch("compile", target, std::nullopt).target);
   });
   m.def("compile_text", compile_text);
   m.def("compile_to_ptx", compile_to_ptx);
-  m.def("include_digest", store::include_digest, py::call_guard<py::gil_scoped_release>());
+  m.def("include_digest", [] { return include_tree().digest; });
   m.def("nvrtc", [] {
     const Nvrtc& nvrtc = Nvrtc::get();
     return py::make_tuple(to_text(nvrtc.path()), nvrtc.version());

@@ -113,11 +113,12 @@ class Fresh:
 
 
 def drop_root() -> None:
-    """From here on file permissions count: nothing stops root."""
+    """From here on file permissions count: nothing stops root, unless it was stripped of its capabilities."""
     if os.geteuid() == 0:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        with contextlib.suppress(PermissionError):
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
 
 
 @contextlib.contextmanager
@@ -139,8 +140,11 @@ def mount_small(folder: str, num_bytes: int) -> str:
     if libc.unshare(new_mounts) != 0:
         if libc.unshare(new_mounts | new_users) != 0:
             return f"no mount of one's own: {os.strerror(ctypes.get_errno())}"
-        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
-            Path("/proc/self", name).write_text(text)
+        try:
+            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+                Path("/proc/self", name).write_text(text)
+        except OSError as error:
+            return f"no user of one's own: {error}"
     if libc.mount(b"none", b"/", None, private, None) != 0:
         return f"no private mounts: {os.strerror(ctypes.get_errno())}"
     if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={num_bytes}".encode()) != 0:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fresh import Fresh
+from fresh import Fresh, run_threads
 
 import deep_kernels as dk
 from deep_kernels import _C
@@ -165,7 +165,7 @@ def threads_in_child(num_threads: int) -> None:
         stream.synchronize()
         return logits
 
-    results = run_threads([lambda stream=stream: run(stream) for stream in streams])  # noqa: F821
+    results = run_threads([lambda stream=stream: run(stream) for stream in streams])
     assert_close(results[0])
     assert all(torch.equal(logits, results[0]) for logits in results)
 
