@@ -183,23 +183,37 @@ def print_row(result: dict[str, Any]) -> None:
     print(" | ".join(cells), flush=True)
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
+LEGEND = {
+    "fp8_peak": "torch._scaled_mm, 8192^3",
+    "clean1_meta1": "cleaned, with a schedule",
+    "clean1_meta0": "cleaned",
+    "clean0_meta1": "not cleaned, with a schedule",
+    "clean0_meta0": "not cleaned",
+}
+
+
+def plot(about: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    results = about["results"]
     names = [name for name in results[0]["variants"] if name != "metadata"]
-    figure, axes = pyplot.subplots(figsize=(11, 4.5), constrained_layout=True)
+    figure, axes = pyplot.subplots(figsize=(11, 4.8), constrained_layout=True)
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         heights = [result["variants"].get(name, {}).get("tflops", math.nan) for result in results]
-        axes.bar([x + i * width for x in range(len(results))], heights, width, label=name)
-    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(results))], [r["label"] for r in results], fontsize=7)
+        places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(results))]
+        axes.bar(places, heights, width, label=LEGEND.get(name, name))
+    axes.set_xticks(range(len(results)), [result["label"].replace(" ", "\n", 1) for result in results], fontsize=9)
+    axes.set_xlabel("query / kv tokens, heads, head_dim, logits")
     axes.set_ylabel("useful TFLOPS (median)")
-    axes.set_title(f"fp8_fp4_mqa_logits on {torch.cuda.get_device_name()}, causal windows")
-    axes.legend(ncols=len(names), fontsize=7)
+    axes.set_ylim(0, 1800)
+    axes.set_title(f"fp8_fp4_mqa_logits, FP8, causal windows, on {about['card']}")
+    axes.legend(ncols=len(names), fontsize=8, loc="upper center")
     axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
     figure.savefig(path, dpi=150)
 
 
@@ -209,8 +223,14 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="PNG of TFLOPS against shape")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--rows", type=int, default=len(SHAPES), help="only the first rows of the table")
+    parser.add_argument("--replot", type=Path, metavar="JSON", help="measure nothing, plot earlier figures")
     parser.add_argument("--sustained", action="store_true", help="also half a second back to back per shape")
     args = parser.parse_args()
+    if args.replot:
+        if not args.plot:
+            parser.error("--replot needs --plot")
+        plot(json.loads(args.replot.read_text()), args.plot)
+        return 0
     if not torch.cuda.is_available():
         print("bench_mqa_logits: a CUDA device is needed, torch sees none", file=sys.stderr)
         return 2
@@ -227,7 +247,7 @@ def main() -> int:
         args.out.write_text(json.dumps(about, indent=1) + "\n")
     if args.plot:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
-        plot(results, args.plot)
+        plot(about, args.plot)
     return 0
 
 

@@ -75,6 +75,11 @@ def other(**others: Any) -> Change:
     return lambda a: replace(a, others={**a.others, **others})
 
 
+def schedule(view: Callable[[Tensor], Tensor]) -> Change:
+    """A view of a schedule that is on the device already: moving one there would pack it."""
+    return lambda a: other(schedule_meta=view(torch.zeros(16, dtype=torch.int32, device=a.weights.device)))(a)
+
+
 def out(make: Callable[[Arguments], Any]) -> Change:
     return lambda a: replace(a, others={**a.others, "out": make(a)})
 
@@ -210,7 +215,7 @@ REFUSALS = (
             "schedule_meta must be int32 [length], got float32 [4]"),
     Refusal("schedule-rank", other(schedule_meta=torch.zeros(2, 2, dtype=torch.int32)),
             "schedule_meta must be int32 [length], got int32 [2, 2]"),
-    Refusal("schedule-stride", other(schedule_meta=torch.zeros(16, dtype=torch.int32)[::2]),
+    Refusal("schedule-stride", schedule(lambda zeros: zeros[::2]),
             "schedule_meta must have stride 1 in its last dimension, got strides [2]"),
     Refusal("schedule-odd", other(schedule_meta=torch.zeros(7, dtype=torch.int32)),
             "schedule_meta must be int32 [2 * (num_sms + 1)] of get_mqa_logits_metadata, got int32 [7]"),

@@ -81,6 +81,7 @@ Nvrtc::Nvrtc(void* library, std::string path) : path_(std::move(path)) {
   int major = 0, minor = 0;
   version_call_(&major, &minor);
   version_ = fmt::format("{}.{}", major, minor);
+  has_cache_ = major > 12 || (major == 12 && minor >= 9);
   if (major < kOldestMajor)
     throw CompileError(
         fmt::format("{} is version {}, {}.0 or newer is needed", path_, version_, kOldestMajor));
@@ -128,6 +129,9 @@ CompileResult Nvrtc::compile(const std::string& name, const std::string& source,
     texts.push_back(header.text.c_str());
   }
   for (const std::string& option : options) flags.push_back(option.c_str());
+  // NVRTC's own cache asks the driver, and a process that has initialised CUDA cannot fork. The
+  // result is the same without it.
+  if (has_cache_) flags.push_back("--no-cache");
 
   struct Guard {
     const Nvrtc& nvrtc;

@@ -52,6 +52,7 @@ class Nvrtc {
   const char* (*error_string_)(int);
   std::string path_;
   std::string version_;
+  bool has_cache_ = false;
 };
 
 }  // namespace deep_kernels

@@ -79,7 +79,9 @@ struct Math {
   const MqaLogitsArgs& args;
   Smem<S>& smem;
   i32 group;
-  i32 warp_row;  // first kv row of the warp in a stage
+  i32 warp_row;       // first kv row of the warp in a stage
+  float weight_down;  // factors of the weights and of the kv scales: see kHugeWeightUp
+  float scale_up;
   DK_DEVICE void post_weights(i32 first_row) {
     for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
       const i32 in_group = column % kMqaGroupRows;
@@ -88,6 +90,19 @@ struct Math {
       ptx::store_shared_f32(ptx::smem_addr(&smem.weights[column]),
                             load_weight(args, row, S.head_of(in_group)));
     }
+  }
+
+  // Behind a block barrier: all warps of a group look at all its weights, so that they agree.
+  DK_DEVICE void choose_factors() {
+    bool huge = false;
+    DK_UNROLL
+    for (i32 i = 0; i < kMqaGroupRows; i += 32) {
+      const i32 column = group * kMqaGroupRows + i + ptx::lane_index();
+      huge = huge || is_huge_weight(ptx::load_shared_f32(ptx::smem_addr(&smem.weights[column])));
+    }
+    huge = ptx::any(huge);
+    weight_down = huge ? kHugeWeightDown : 1.0f;
+    scale_up = huge ? kHugeWeightUp : 1.0f;
   }
 
   // Both operands are read 8 rows at a time from a multiple of 8 rows on, so that the swizzle of a
@@ -129,6 +144,8 @@ struct Math {
     for (i32 step = 0; step < kSteps; ++step) ptx::mma_m16n8k32_e4m3(x, a[step], b[step]);
     float weight[2];
     ptx::load_shared_f32x2(weight, weights + octet * 8 * sizeof(float));
+    weight[0] *= weight_down;
+    weight[1] *= weight_down;
     Sum::template add<false, false>(sum, x, weight);
   }
 
@@ -169,7 +186,7 @@ struct Math {
     DK_UNROLL
     for (i32 i = 0; i < Sum::kRows; ++i) {
       const i32 j = kv_row + 8 * i;
-      scale[i] = j < args.num_kv ? ptx::load_global(args.kv_scale + j) : 0.0f;
+      scale[i] = j < args.num_kv ? ptx::load_global(args.kv_scale + j) * scale_up : 0.0f;
     }
     DK_UNROLL
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
@@ -197,6 +214,8 @@ struct Math {
       ptx::cp_async_commit_group();
     }
     post_weights(first_row);
+    ptx::sync_threads();
+    choose_factors();
     auto stages = tile::Ring<S.kv_stages>::drainer();
     auto fills = tile::Ring<S.kv_stages>::filler();
     DK_UNROLL
