@@ -1,5 +1,4 @@
-// What the library throws. pybind11 turns std::invalid_argument into ValueError by itself; the
-// others are registered in bindings.cpp.
+// What the library throws; bindings.cpp says what each becomes in Python.
 #pragma once
 
 #include <stdexcept>
