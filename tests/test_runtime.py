@@ -445,7 +445,7 @@ def test_entries_of_a_covering_subset(arch: str, no_settings: Path, nvrtc: tuple
         assert list(fields) == list(spec), "in one order"
         assert len(source.split("\n")) < 30
         assert 16 <= about["registers"] <= 255
-        assert about["spill_store_bytes"] + about["spill_load_bytes"] <= about["spill_limit_bytes"], spec
+        assert max(about["spill_store_bytes"], about["spill_load_bytes"]) <= about["spill_limit_bytes"], spec
         assert about["wgmma_serialized"] is False, spec
         assert (about["num_wgmma"] > 0) == (spec["backend"] == "sm90")
     assert len(keys) == len(os.listdir(no_settings))
