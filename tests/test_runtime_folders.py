@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import os
 import re
 import shutil
@@ -257,7 +258,8 @@ def test_unusable_nvrtc_is_one_sentence(fresh: Fresh, tmp_path: Path, shim: dict
         library.write_text("no library")
         reason = "file too short|invalid ELF header"
     elif kind == "other":
-        library.symlink_to(_C.__file__)
+        # Not the extension: it leads to NVRTC where torch is linked with it.
+        library.symlink_to(_ctypes.__file__)
         reason = "lacks nvrtcVersion"
     elif kind == "old":
         env |= shim | {"SHIM_VERSION": "11.8"}
