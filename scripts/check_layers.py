@@ -76,7 +76,7 @@ LAYERS = (
     Layer(
         "bindings",
         "csrc",
-        ("ops/", "runtime/", "python_args.h", "fmt/", "pybind11/", "Python.h", *TORCH, "<std>"),
+        ("ops/", "runtime/", "python_args.h", "python_emulator.h", "fmt/", "pybind11/", "Python.h", *TORCH, "<std>"),
         is_deep=False,
     ),
 )
