@@ -16,7 +16,6 @@ from fresh import NOBODY, Fresh, file_size_limit, mount_small
 from runtime_calls import prepare, prepare_in_child, prepare_noting_warnings, prepare_refused, prepare_without_rights
 
 import deep_kernels as dk
-from deep_kernels import _C
 
 pytest_plugins = ("runtime_fixtures",)
 
