@@ -8,6 +8,7 @@
 #include "ops/mqa_logits.h"
 #include "ops/registry.h"
 #include "python_args.h"
+#include "python_emulator.h"
 #include "runtime/cache.h"
 #include "runtime/driver.h"
 #include "runtime/errors.h"
@@ -280,6 +281,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("pdl", knobs::pdl);
   m.def("set_pdl",
         [](py::handle enable) { knobs::set_pdl(PythonArgs("set_pdl").boolean("enable", enable)); });
+  m.def("set_emulator", set_emulator);
 
   m.def("set_package_folders", settings::set_package_folders);
   m.def("cache_dir", [] { return to_text(settings::cache_dir().path.string()); });
@@ -294,11 +296,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("read_entry", read_entry);
   m.def("clear_cache", [](const std::filesystem::path& folder) { return cache::clear(folder); });
   m.def("compile_options", [](const std::string& target) {
-    return store::compile_options(resolve_arch("compile", target, std::nullopt).target);
+    return compile_options(resolve_arch("compile", target, std::nullopt).target);
   });
   m.def("compile_text", compile_text);
   m.def("compile_to_ptx", compile_to_ptx);
-  m.def("include_digest", store::include_digest, py::call_guard<py::gil_scoped_release>());
+  m.def("include_digest", [] { return include_tree().digest; });
   m.def("nvrtc", [] {
     const Nvrtc& nvrtc = Nvrtc::get();
     return py::make_tuple(to_text(nvrtc.path()), nvrtc.version());

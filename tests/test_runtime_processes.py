@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fresh import Fresh, wait_for
+from fresh import Fresh, run_threads, wait_for
 
 import deep_kernels as dk
 from deep_kernels import _C
@@ -43,7 +44,7 @@ def same_key_in_child(num_threads: int) -> list[str]:
         return _C.prepare("get_mqa_logits_metadata", "sm_89", {"num_heads": "8"}, None)[0]["origin"]
 
     warnings.simplefilter("ignore")
-    return run_threads([build] * num_threads)  # noqa: F821
+    return run_threads([build] * num_threads)
 
 
 @pytest.mark.parametrize("folder", ["cache", "none"])
@@ -63,7 +64,7 @@ def same_failure_in_child(num_threads: int) -> list[str]:
             _C.prepare("get_mqa_logits_metadata", "sm_99", {"num_heads": "8"}, None)
         return str(error.value)
 
-    return [*run_threads([build] * num_threads), build()]  # noqa: F821
+    return [*run_threads([build] * num_threads), build()]
 
 
 def test_a_failure_reaches_every_waiting_thread(fresh: Fresh, shim: dict[str, str], tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def different_keys_in_child() -> int:
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    run_threads([lambda heads=heads: build(heads) for heads in (8, 16, 32)])  # noqa: F821
+    run_threads([lambda heads=heads: build(heads) for heads in (8, 16, 32)])
     done.set()
     ticker.join()
     return ticks
@@ -132,7 +133,7 @@ def clear_in_child(folder: str, stop: str) -> int:
     while not os.path.exists(stop):
         removed += _C.clear_cache(folder)
         if removed % 2:
-            with contextlib.suppress(OSError):  # noqa: F821
+            with contextlib.suppress(OSError):
                 os.rmdir(folder)
     return removed
 

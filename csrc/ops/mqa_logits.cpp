@@ -8,6 +8,7 @@
 #include "cpu/mqa_logits.h"
 #include "ops/checks.h"
 #include "ops/device.h"
+#include "ops/emulator.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
 #include "runtime/store.h"
@@ -223,22 +224,43 @@ void refuse_unsupported(const MqaLogitsCase& wanted, Backend backend) {
     throw UnsupportedError(fmt::format("{}: {}", kOp, *reason));
 }
 
-void run_cuda(const MqaLogitsCall& call, const Problem& p, const MqaLogitsCase& wanted,
-              const Arch& arch, const at::Tensor& out) {
+// Card or emulator.
+int sms_of_call(c10::Device device) {
+  return device.is_cpu() ? emulator::usable_sms() : usable_sms(device.index());
+}
+
+void run_emulated(const MqaLogitsCall& call, const at::Tensor& kv_scale, const MqaLogitsSpec& spec,
+                  const MqaLogitsArgs& args, const Arch& arch, int grid, const at::Tensor& out) {
+  std::vector<emulator::Buffer> buffers = {emulator::buffer("logits", out, /*writable=*/true)};
+  for_each_input(call, [&](const char* name, const at::Tensor& input) {
+    buffers.push_back(emulator::buffer(name, &input == &call.kv_scale ? kv_scale : input));
+  });
+  const MqaLogitsMaps<MapDescription> maps = mqa_logits_maps(spec, args);
+  const MapDescription list[] = {maps.q, maps.kv, maps.kv_scale};
+  const bool mapped = spec.backend == Backend::sm90;
+  emulator::launch(arch, spec, kernel_text(spec), grid, args,
+                   mapped ? std::span(list) : std::span<const MapDescription>(),
+                   std::move(buffers));
+}
+
+void run_kernel(const MqaLogitsCall& call, const Problem& p, const MqaLogitsCase& wanted,
+                const Arch& arch, const at::Tensor& out) {
+  const c10::Device device = call.q.device();
   const MqaLogitsSpec spec = choose_mqa_logits_spec(wanted, arch);
   // TMA takes bases at multiples of 16 bytes, and boxes that begin at multiples of 16 bytes too: a
   // view that begins elsewhere is copied. It may be freed once the launch is in the stream.
   const bool copies = spec.backend == Backend::sm90 && !is_aligned_16(call.kv_scale);
   const at::Tensor kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale;
   const MqaLogitsArgs args = make_args(call, p, kv_scale, out);
+  const int grid = spec.grid(args, sms_of_call(device));
+  if (device.is_cpu()) return run_emulated(call, kv_scale, spec, args, arch, grid, out);
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
-  const int grid = spec.grid(args, usable_sms(call.q.device().index()));
   if (spec.backend == Backend::sm90) {
     const MqaLogitsMaps<MapDescription> plain = mqa_logits_maps(spec, args);
     MqaLogitsMaps<EncodedMap> maps{encode(plain.q), encode(plain.kv), encode(plain.kv_scale)};
-    launch(module, call.q.device(), spec, grid, args, maps);
+    launch(module, device, spec, grid, args, maps);
   } else {
-    launch(module, call.q.device(), spec, grid, args);
+    launch(module, device, spec, grid, args);
   }
 }
 
@@ -252,24 +274,25 @@ at::Tensor mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>
     require_no_grad(kOp, name, input);
   });
   const MqaLogitsCase wanted = case_of(call, p);
-  if (device.is_cpu()) {
+  const auto emulated = device.is_cpu() ? emulator::arch_of(kOp, call.arch) : std::nullopt;
+  if (device.is_cpu() && !emulated) {
     refuse_unsupported(wanted, Backend::cpu);
     at::Tensor logits = out ? check_out(call, p, *out) : new_logits(call, p);
     cpu::mqa_logits(p.format, call.q, call.q_scale, call.kv, call.kv_scale, call.weights,
                     call.kv_start, call.kv_end, logits, call.clean, p.compressed);
     return logits;
   }
-  if (!device.is_cuda())
+  if (!device.is_cuda() && !emulated)
     throw ValueError(
         fmt::format("{}: q must be on a CPU or CUDA device, got {}", kOp, device.str()));
 
   const c10::DeviceGuard guard(device);
-  const Arch arch = arch_of_call(kOp, call.arch, device);
+  const Arch arch = emulated ? *emulated : arch_of_call(kOp, call.arch, device);
   refuse_unsupported(wanted, arch.backend);
   at::Tensor logits = out ? check_out(call, p, *out) : new_logits(call, p);
   if (logits.numel() == 0) return logits;
   if (p.num_kv > 0)
-    run_cuda(call, p, wanted, arch, logits);
+    run_kernel(call, p, wanted, arch, logits);
   else if (call.clean)
     logits.fill_(-std::numeric_limits<double>::infinity());
   return logits;
@@ -291,18 +314,19 @@ at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_
   const auto make = [&](int num_sms) {
     return at::empty({mqa_schedule_length(num_q, padded, num_sms)}, kv_start.options());
   };
-  if (device.is_cpu()) {
+  const auto emulated = device.is_cpu() ? emulator::arch_of(op, arch_text) : std::nullopt;
+  if (device.is_cpu() && !emulated) {
     const int num_sms = knobs::num_sms().value_or(1);
     at::Tensor schedule = make(num_sms);
     cpu::mqa_schedule(kv_start, kv_end, num_tokens, num_heads, num_sms, schedule);
     return schedule;
   }
-  if (!device.is_cuda())
+  if (!device.is_cuda() && !emulated)
     throw ValueError(fmt::format("{}: cu_seq_len_k_start must be on a CPU or CUDA device, got {}",
                                  op, device.str()));
   const c10::DeviceGuard guard(device);
-  const Arch arch = arch_of_call(op, arch_text, device);
-  const int num_sms = usable_sms(device.index());
+  const Arch arch = emulated ? *emulated : arch_of_call(op, arch_text, device);
+  const int num_sms = sms_of_call(device);
   at::Tensor schedule = make(num_sms);
   const MqaScheduleSpec spec{Backend::sm89, static_cast<u8>(padded)};
   MqaScheduleArgs args{.kv_start = static_cast<const i32*>(kv_start.const_data_ptr()),
@@ -317,8 +341,17 @@ at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_
   const at::Tensor workspace =
       at::empty({spec.workspace_bytes(args)}, kv_start.options().dtype(at::kByte));
   args.num_chunks = static_cast<i32*>(workspace.mutable_data_ptr());
+  const int grid = spec.grid(args, num_sms);
+  if (emulated) {
+    emulator::launch(arch, spec, kernel_text(spec), grid, args, {},
+                     {emulator::buffer("schedule", schedule, /*writable=*/true),
+                      emulator::buffer("workspace", workspace, /*writable=*/true),
+                      emulator::buffer("cu_seq_len_k_start", kv_start),
+                      emulator::buffer("cu_seq_len_k_end", kv_end)});
+    return schedule;
+  }
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
-  launch(module, device, spec, spec.grid(args, num_sms), args);
+  launch(module, device, spec, grid, args);
   return schedule;
 }
 
