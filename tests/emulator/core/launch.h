@@ -30,8 +30,8 @@ struct DkLaunch {
   const char* trace_file;   // where events go as JSON lines; null: nowhere
 };
 
-// 0 if the launch ran to its end; else `fault` holds "kind\ntext", and `calls` where the kernel was:
-// offsets into its library, innermost first, then 0.
+// 0 if the launch ran to its end; else `fault` holds "kind\ntext", and `calls` where the kernel
+// was: offsets into its library, innermost first, then 0.
 int dk_emulator_run(const struct DkLaunch* launch, char* fault, int fault_bytes,
                     unsigned long long* calls, int max_calls);
 
