@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulator import CompilerMissing, Emulator, build, card, installed
 from emulator.cases import MQA_CASES, MqaCase, MqaInputs, checksum, e4m3_values, environment, hash_bits, run_mqa
-from emulator.driver import compile_ahead
+from emulator.driver import SANITIZED_FLAGS, compile_ahead
 from emulator.memory import guarded
 from torch import Tensor
 
@@ -168,6 +168,24 @@ def test_any_schedule_gives_the_same_bits(arch: str, clean: str) -> None:
         with installed(Emulator(), case.num_sms):
             logits = run_mqa(case, inputs, arch, schedule=guarded(schedule))
         assert torch.equal(bits(logits, inside), wanted), name
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("num_heads", [8, 64, 100])
+def test_no_undefined_behaviour_at_the_limits(arch: str, num_heads: int) -> None:
+    """Windows and schedules at the limits of int32, in builds that stop at an overflow."""
+    case = replace(BASE, num_heads=num_heads, logits_dtype=torch.bfloat16, metadata=True)
+    inputs = case.make_inputs()
+    low, high = -(2**31), 2**31 - 1
+    limits = torch.tensor([[low, high], [high, low], [5, low], [low, 70], [400, high], [high, high], [low, low]])
+    inputs.starts[: len(limits)], inputs.ends[: len(limits)] = limits[:, 0].int(), limits[:, 1].int()
+    sanitized = Emulator(flags=SANITIZED_FLAGS)
+    wanted, inside = expected(case, inputs)
+    oracle.assert_agrees(run(case, arch, inputs, emulator=sanitized), wanted, inside, LIMITS[torch.bfloat16])
+    with installed(sanitized, case.num_sms):
+        for schedule in ([low] * 8, [high] * 8, [high, low] * 4, [low, high] * 4):
+            logits = run_mqa(case, inputs, arch, schedule=torch.tensor(schedule, dtype=torch.int32))
+            oracle.assert_agrees(logits, wanted, inside, LIMITS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from emulator import CompilerMissing, Emulator, EmulatorError, build
 from emulator.cases import e4m3_values, hash_bits
-from emulator.driver import core
+from emulator.driver import SANITIZED_FLAGS, core
 from emulator.memory import guarded
 from emulator.mini import Map, run_kernel
 from torch import Tensor
@@ -509,6 +509,13 @@ def test_tensor_maps_that_the_driver_refuses(options: dict[str, object], words: 
     with pytest.raises(EmulatorError, match="tensor-map") as caught:
         run_kernel("ptx::prefetch_tensor_map(maps.map[0]);", inputs=[tensor], maps=[given])
     assert words in str(caught.value)
+
+
+def test_undefined_behaviour_stops_a_sanitized_build() -> None:
+    body = "const volatile i32 large = 2147483647;\n const volatile i32 sum = large + thread;\n static_cast<void>(sum);"
+    run_kernel(body)
+    with pytest.raises(EmulatorError, match="trap: mini: undefined behaviour"):
+        run_kernel(body, emulator=Emulator(flags=SANITIZED_FLAGS))
 
 
 def test_every_function_of_ptx_has_its_double() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +30,9 @@ FLAGS = [
     "-Wall",
     "-Wno-unknown-pragmas",
 ]
+
+
+_KEEP_SECONDS = 14 * 24 * 3600
 
 
 class CompilerMissing(Exception):
@@ -70,8 +76,27 @@ def tree_digest(folders: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def _missing(target: Path) -> Iterator[bool]:
+    """Whether the file has to be made; meanwhile nobody else makes it."""
+    if target.exists():
+        yield False
+        return
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not target.exists()
+
+
+def _forget_old_files() -> None:
+    """Removes what was compiled long ago: texts change with every edit of a header."""
+    for path in cache_folder().iterdir():
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - _KEEP_SECONDS:
+                path.unlink()
+
+
 def _compile(command: list[str], target: Path) -> None:
-    """Runs the compiler into a private file and renames it, so that racing processes do not meet."""
+    """Runs the compiler into a private file and renames it, so that a broken one is never found."""
     handle, private = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
     # Debug information names files relative to the folder of the compiler: none of this machine's.
@@ -88,22 +113,28 @@ def core_library() -> Path:
     sources = sorted((HERE / "core").glob("*.cpp"))
     key = hashlib.sha256((tree_digest([HERE / "core"]) + _machine()).encode()).hexdigest()[:16]
     target = cache_folder() / f"libdk_emulator_{key}.so"
-    if not target.exists():
-        include = [f"-I{HERE}", f"-I{PACKAGE_INCLUDE}"]
-        with tempfile.TemporaryDirectory() as folder:
-            jobs = [
-                subprocess.Popen(
-                    [compiler(), *FLAGS, "-O3", "-g1", *include, "-c", str(path), "-o", f"{folder}/{path.stem}.o"],
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for path in sources
-            ]
-            errors = [job.communicate()[1] for job in jobs]
-            if any(job.returncode for job in jobs):
-                raise RuntimeError("the emulator could not be compiled:\n" + "".join(errors))
-            _compile([compiler(), "-shared", *(f"{folder}/{path.stem}.o" for path in sources)], target)
+    with _missing(target) as missing:
+        if missing:
+            _forget_old_files()
+            _compile_core(sources, target)
     return target
+
+
+def _compile_core(sources: list[Path], target: Path) -> None:
+    include = [f"-I{HERE}", f"-I{PACKAGE_INCLUDE}"]
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [
+            subprocess.Popen(
+                [compiler(), *FLAGS, "-O3", "-g1", *include, "-c", str(path), "-o", f"{folder}/{path.stem}.o"],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for path in sources
+        ]
+        errors = [job.communicate()[1] for job in jobs]
+        if any(job.returncode for job in jobs):
+            raise RuntimeError("the emulator could not be compiled:\n" + "".join(errors))
+        _compile([compiler(), "-shared", *(f"{folder}/{path.stem}.o" for path in sources)], target)
 
 
 def source_roots(include: Path) -> list[Path]:
@@ -127,8 +158,10 @@ def kernel_library(
     parts = (text, digest, _machine(), *FLAGS, *flags)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     target = cache_folder() / f"{entry}_{key}.so"
-    if not target.exists():
-        core = core_library()
+    core = core_library()
+    with _missing(target) as missing:
+        if not missing:
+            return target
         path = cache_folder() / f"{entry}_{key}.cpp"
         path.write_text(text)
         folders = [f"-I{EMULATOR_INCLUDE}", f"-I{include}", f"-I{HERE}"]

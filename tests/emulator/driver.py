@@ -25,6 +25,8 @@ _ENCODED_BYTES = 128  # sizeof(ptx::TensorMap)
 
 # Variables that the kernel does not initialise hold a pattern that no one could take for a value.
 DEFAULT_FLAGS = ("-O1", "-ftrivial-auto-var-init=pattern")
+# Signed overflow, shifts and indices out of range, conversions that do not fit: each ends the launch.
+SANITIZED_FLAGS = (*DEFAULT_FLAGS, "-fsanitize=undefined,float-cast-overflow", "-fsanitize-undefined-trap-on-error")
 
 
 class EmulatorError(Exception):
@@ -88,10 +90,18 @@ def _calls(library: Path, offsets: Iterable[int]) -> list[str]:
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     places = []
     for function, place in zip(lines[::2], lines[1::2], strict=True):
-        name = function.partition("<")[0].partition("(")[0].rpartition("::")[2].rpartition(" ")[2]
         if match := re.match(r"/+((?:kernels|tile)/\S+)", place):
-            places.append(f"{match[1]} ({name})")
+            places.append(f"{match[1]} ({_short_name(function)})")
     return places
+
+
+def _short_name(function: str) -> str:
+    """'store' of 'void deep_kernels::Math<(Spec){..}>::store<true>(float const (&) [1]) const'."""
+    while (plain := re.sub(r"<[^<>]*>|\{[^{}]*\}|\([^()]*\)", "", function)) != function:
+        function = plain
+    words = re.findall(r"[\w~]+(?:::[\w~]+)*", function)
+    names = [word for word in words if "::" in word] or words
+    return str(names[0].rpartition("::")[2])
 
 
 @dataclass
@@ -159,9 +169,9 @@ class Emulator:
         if status != 0:
             kind, _, text = fault.value.decode().partition("\n")
             places = _calls(path, itertools.takewhile(bool, calls))
-            if "\n  at " in text:  # the first is named already
-                places = places[1:]
-            raise EmulatorError(kind, "\n  called from ".join([text, *places]))
+            if places and "\n  at " not in text:
+                text += f"\n  at {places[0]}"
+            raise EmulatorError(kind, "\n  called from ".join([text, *places[1:]]))
 
     def with_seed(self, seed: int) -> Emulator:
         """The same with another order of threads and copies."""
