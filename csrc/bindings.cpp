@@ -8,6 +8,7 @@
 #include "ops/mqa_logits.h"
 #include "ops/registry.h"
 #include "python_args.h"
+#include "python_emulator.h"
 #include "runtime/cache.h"
 #include "runtime/driver.h"
 #include "runtime/errors.h"
@@ -280,6 +281,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("pdl", knobs::pdl);
   m.def("set_pdl",
         [](py::handle enable) { knobs::set_pdl(PythonArgs("set_pdl").boolean("enable", enable)); });
+  m.def("set_emulator", set_emulator);
 
   m.def("set_package_folders", settings::set_package_folders);
   m.def("cache_dir", [] { return to_text(settings::cache_dir().path.string()); });

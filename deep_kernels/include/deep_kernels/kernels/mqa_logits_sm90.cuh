@@ -426,15 +426,19 @@ DK_DEVICE void mqa_logits_sm90(const MqaLogitsArgs& args, const Maps& maps) {
   ptx::sync_threads();
 
   if (warp < kMathWarps) {
+    ptx::role("math");
     ptx::set_max_registers_up<kMathRegisters>();
     Math<S>{.args = args, .smem = smem, .group = warp / 4}.run();
   } else {
     ptx::set_max_registers_down<kProducerRegisters>();
     if (warp == kKvWarp) {
+      ptx::role("kv");
       if (ptx::lane_index() == 0) kv_role<S>(args, maps, smem);
     } else if (warp == kSchedulerWarp) {
+      ptx::role("scheduler");
       scheduler_role<S>(args, maps, smem);
     } else if constexpr (S.clean == Clean::concurrent) {
+      ptx::role("cleaner");
       fill_untouched<S, Logit>(args, warp - kFirstCleanerWarp, kCleanerWarps);
     }
   }

@@ -24,6 +24,8 @@ DK_DEVICE i32 warp_index() {
 }
 DK_DEVICE i32 block_index() { return static_cast<i32>(blockIdx.x); }
 DK_DEVICE i32 num_blocks() { return static_cast<i32>(gridDim.x); }
+// Names what the thread does from here on, for the emulator's reports; nothing on a card.
+DK_DEVICE void role(const char*) {}
 
 // --- shared memory ------------------------------------------------------------------------------
 

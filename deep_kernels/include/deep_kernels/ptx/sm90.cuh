@@ -22,6 +22,9 @@ DK_DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
 DK_DEVICE void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// Makes this thread's ordinary accesses to shared memory, and those it knows of, visible to what
+// TMA and wgmma do after it.
+DK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DK_DEVICE void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,0 +1,251 @@
+// Named barriers, mbarriers, fences.
+#include <algorithm>
+
+#include "report.h"
+#include "shared.h"
+#include "trace.h"
+
+namespace deep_kernels::emulator {
+
+// --- named barriers
+// ------------------------------------------------------------------------------------
+
+void enter_barrier(Warp& warp, i32 index, u32 id, u32 num_threads, Place at) {
+  const auto wanted = static_cast<i32>(num_threads);
+  if (id > 15) fail("barrier", format("barrier %u: there are 16, from 0 to 15", id), at);
+  if (wanted % kWarp != 0 || wanted < kWarp || wanted > machine.num_threads)
+    fail("barrier",
+         format("barrier %u for %d threads: must be a multiple of 32, at most the block's %d", id,
+                wanted, machine.num_threads),
+         at);
+  NamedBarrier& barrier = machine.barriers[id];
+  if (barrier.arrived == 0) {
+    barrier.expected = wanted;
+    barrier.place = at;
+  } else if (barrier.expected != wanted) {
+    fail("barrier",
+         format("barrier %u for %d threads, but warp %d waits at it for %d", id, wanted,
+                barrier.warps.front(), barrier.expected) +
+             cite("that is at", barrier.place),
+         at);
+  }
+  warp.in_barrier = true;
+  barrier.warps.push_back(index);
+  barrier.arrived += kWarp;
+  if (barrier.arrived < barrier.expected) return;
+  join_all(barrier.warps);
+  for (const i32 other : barrier.warps) {
+    machine.warps[other].in_barrier = false;
+    if (other == index) continue;
+    for (i32 thread = other * kWarp; thread < (other + 1) * kWarp; ++thread) wake(thread);
+  }
+  barrier.warps.clear();
+  barrier.arrived = 0;
+}
+
+void barrier_sync(u32 id, u32 num_threads, At at) {
+  const Place place = place_of(at);
+  meet(Meeting::barrier, id, num_threads, at);
+  const Warp& warp = machine.warps[self().warp()];
+  const i64 begin = identity.time;
+  while (warp.in_barrier) wait_for(Wait::barrier, place);
+  const i64 end = identity.time;
+  identity.time = begin;
+  trace::wait(format("barrier %u", id), -1, end, place);
+  identity.time = end + cycles::kBarrier;
+}
+
+void sync_threads(At at) { barrier_sync(0, static_cast<u32>(machine.num_threads), at); }
+
+// --- mbarriers
+// -----------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr i64 kMaxBytes = (i64{1} << 20) - 1;  // what the transaction count of an mbarrier holds
+
+// "smem.kv_filled[1]" out of "ptx::mbarrier_init(ptx::smem_addr(&smem.kv_filled[i]), 1);", or the
+// address.
+std::string name_mbarrier(u32 addr, Place at) {
+  const std::string line = place_line(at);
+  const std::size_t begin = line.find('&');
+  const std::size_t end = begin == std::string::npos ? begin : line.find(')', begin);
+  if (end == std::string::npos) return smem_name(addr);
+  std::string name = line.substr(begin + 1, end - begin - 1);
+  int earlier = 0;
+  for (const Mbarrier& other : machine.mbarriers) earlier += other.init_at == at;
+  if (const std::size_t bracket = name.rfind('['); bracket != std::string::npos)
+    name = name.substr(0, bracket) + format("[%d]", earlier);
+  return name + " at " + smem_name(addr);
+}
+
+void try_complete(Mbarrier& barrier, Place at) {
+  if (barrier.pending != 0 || barrier.bytes > 0) return;
+  if (barrier.bytes < 0)
+    fail("mbarrier",
+         format("mbarrier %s: all arrivals of phase %llu are there, and %lld bytes more than they "
+                "expected have been copied",
+                barrier.name.c_str(), barrier.phase, -barrier.bytes),
+         at);
+  if (barrier.copies > 0)
+    fail("mbarrier",
+         format("mbarrier %s completes phase %llu while %d copies that it counts are in flight: "
+                "fewer bytes are expected than copied",
+                barrier.name.c_str(), barrier.phase, barrier.copies),
+         at);
+  barrier.done_clocks = barrier.pending_clocks;
+  barrier.done_proxy = barrier.pending_proxy;
+  barrier.done_time = barrier.pending_time;
+  ++barrier.phase;
+  barrier.pending = barrier.arrivals;
+  barrier.arrived.clear();
+  std::erase_if(barrier.waiters, [&](i32 thread) {
+    if (!phase_done(barrier, machine.threads[thread].wait_parity)) return false;
+    wake(thread);
+    return true;
+  });
+}
+
+}  // namespace
+
+bool phase_done(const Mbarrier& barrier, u32 parity) { return (barrier.phase & 1) != parity; }
+
+Mbarrier& find_mbarrier(u32 addr, const char* use, Place at) {
+  shared.check_range(addr, 8, 8, use, at);
+  const i32 index = shared.mbarrier_at(addr);
+  if (index < 0)
+    fail("mbarrier",
+         format("%s at %s, where no mbarrier was initialised", use, smem_name(addr).c_str()), at);
+  Mbarrier& barrier = machine.mbarriers[index];
+  if (machine.current != nullptr &&
+      machine.clocks_of(self().index)[barrier.init_thread] < barrier.init_clock)
+    fail("race",
+         format("%s of mbarrier %s, which %s initialised: nothing orders the two", use,
+                barrier.name.c_str(), thread_name(barrier.init_thread).c_str()) +
+             cite("initialised at", barrier.init_at),
+         at);
+  return barrier;
+}
+
+void mbarrier_init(u32 addr, u32 arrivals, At at) {
+  const Place place = place_of(at);
+  shared.check_range(addr, 8, 8, "mbarrier.init", place);
+  if (shared.mbarrier_at(addr) >= 0)
+    fail("mbarrier",
+         format("initialises mbarrier %s again",
+                machine.mbarriers[shared.mbarrier_at(addr)].name.c_str()),
+         place);
+  if (arrivals == 0 || arrivals > kMaxBytes)
+    fail("mbarrier", format("%u arrivals: must be from 1 to %lld", arrivals, kMaxBytes), place);
+  if (machine.mbarriers.size() == kMaxMbarriers)
+    fail("mbarrier",
+         format("more than %d mbarriers: raise kMaxMbarriers of the emulator", kMaxMbarriers),
+         place);
+  Thread& thread = self();
+  shared.write(addr, 8, thread.index, place);
+  const auto index = static_cast<i32>(machine.mbarriers.size());
+  Mbarrier barrier;
+  barrier.addr = addr;
+  barrier.arrivals = barrier.pending = arrivals;
+  barrier.init_at = place;
+  barrier.name = name_mbarrier(addr, place);
+  barrier.init_thread = thread.index;
+  barrier.init_clock = machine.clock_of(thread.index);
+  barrier.agent = static_cast<Agent>(machine.num_threads + machine.num_warps + index);
+  for (auto* clocks :
+       {&barrier.pending_clocks, &barrier.done_clocks, &barrier.pending_proxy, &barrier.done_proxy})
+    clocks->assign(machine.num_agents, 0);
+  machine.mbarriers.push_back(std::move(barrier));
+  shared.mark_mbarrier(addr, index);
+}
+
+void mbarrier_arrive(u32 addr, u32 expected_bytes, At at) {
+  maybe_yield();
+  const Place place = place_of(at);
+  Thread& thread = self();
+  Mbarrier& barrier = find_mbarrier(addr, "mbarrier.arrive", place);
+  if (barrier.pending == 0) {
+    std::string who;
+    for (const auto& [other, where] : barrier.arrived)
+      who += format("\n  arrived: %s at %s", thread_name(other).c_str(), place_name(where).c_str());
+    fail("mbarrier",
+         format("one arrival too many on mbarrier %s: phase %llu has its %u and waits for %lld "
+                "bytes",
+                barrier.name.c_str(), barrier.phase, barrier.arrivals, barrier.bytes) +
+             who,
+         place);
+  }
+  barrier.bytes += expected_bytes;
+  if (barrier.bytes > kMaxBytes)
+    fail("mbarrier",
+         format("mbarrier %s expects %lld bytes in one phase: it counts up to %lld",
+                barrier.name.c_str(), barrier.bytes, kMaxBytes),
+         place);
+  --barrier.pending;
+  barrier.arrived.emplace_back(thread.index, place);
+  join(barrier.pending_clocks.data(), machine.clocks_of(thread.index), machine.num_agents);
+  if (machine.proxy_used)
+    join(barrier.pending_proxy.data(), machine.proxy_of(thread.index), machine.num_agents);
+  trace::mark("arrives at " + barrier.name, static_cast<i64>(barrier.phase), place);
+  spend(cycles::kShared);
+  barrier.pending_time = std::max(barrier.pending_time, identity.time);
+  tick(thread.index);
+  try_complete(barrier, place);
+}
+
+void mbarrier_wait(u32 addr, u32 parity, At at) {
+  maybe_yield();
+  const Place place = place_of(at);
+  Thread& thread = self();
+  Mbarrier& barrier = find_mbarrier(addr, "mbarrier.wait", place);
+  if (parity > 1) fail("mbarrier", format("parity %u: must be 0 or 1", parity), place);
+  while (!phase_done(barrier, parity)) {
+    thread.wait_barrier = addr;
+    thread.wait_parity = parity;
+    barrier.waiters.push_back(thread.index);
+    wait_for(Wait::mbarrier, place);
+  }
+  join(machine.clocks_of(thread.index), barrier.done_clocks.data(), machine.num_agents);
+  if (machine.proxy_used)
+    join(machine.proxy_of(thread.index), barrier.done_proxy.data(), machine.num_agents);
+  // The phase that has just let the thread through: the last one of this parity.
+  trace::wait(barrier.name, static_cast<i64>(barrier.phase) - 1, barrier.done_time, place);
+  wait_until(barrier.done_time);
+  spend(cycles::kShared);
+}
+
+void complete_bytes(const TmaCopy& copy) {
+  Mbarrier& barrier = machine.mbarriers[copy.barrier];
+  if (barrier.phase != copy.phase)
+    fail(
+        "mbarrier",
+        format("a copy counted by mbarrier %s was issued in phase %llu and ends in phase %llu: the "
+               "expected bytes do not add up",
+               barrier.name.c_str(), copy.phase, barrier.phase),
+        copy.place, copy.thread);
+  --barrier.copies;
+  barrier.bytes -= copy.bytes;
+  barrier.pending_clocks[barrier.agent] = ++barrier.agent_clock;
+  barrier.pending_time = std::max(barrier.pending_time, copy.end);
+  try_complete(barrier, copy.place);
+}
+
+// --- fences
+// --------------------------------------------------------------------------------------------
+
+void fence_mbarrier_init(At) {
+  for (Mbarrier& barrier : machine.mbarriers)
+    if (barrier.init_thread == self().index) barrier.async_visible = true;
+}
+
+void fence_proxy_async(At) {
+  machine.proxy_used = true;
+  const i32 thread = self().index;
+  join(machine.proxy_of(thread), machine.clocks_of(thread), machine.num_agents);
+  for (Mbarrier& barrier : machine.mbarriers)
+    if (machine.clocks_of(thread)[barrier.init_thread] >= barrier.init_clock)
+      barrier.async_visible = true;
+  tick(thread);  // what it does from here on is not covered
+}
+
+}  // namespace deep_kernels::emulator

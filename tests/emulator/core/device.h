@@ -1,0 +1,119 @@
+// What the emulator's ptx/ headers call: the machine as one emulated thread sees it. Every function
+// takes the place in the kernel's text it was called from, for reports.
+#pragma once
+
+#include <bit>
+#include <source_location>
+
+#include "deep_kernels/contract/types.h"
+
+namespace deep_kernels::emulator {
+
+using At = std::source_location;
+
+// The thread that runs right now; thread_index() and its kin read it without a call.
+struct Identity {
+  i32 thread;
+  i32 block;
+  i32 num_blocks;
+  i64 time;  // cycles of the timeline, see trace.h
+};
+extern Identity identity;
+// What an arithmetic instruction takes when warps share a scheduler.
+inline constexpr i64 kAluCycles = 2;
+
+// What a thread's accumulators hold while a wgmma is in flight: a NaN whose payload no instruction
+// makes, so that whoever meets it knows what happened.
+inline constexpr u32 kPoison = 0x7fe5dead;
+void meet_poison(At at);
+inline void check_poison(float value, At at) {
+  if (std::bit_cast<u32>(value) == kPoison) [[unlikely]]
+    meet_poison(at);
+}
+
+void set_role(const char* name);
+
+// --- memory
+// --------------------------------------------------------------------------------------------
+
+void* dynamic_smem(u32 bytes, At at);
+u32 smem_addr(const void* pointer, At at);
+void load_shared(void* to, u32 addr, u32 bytes, At at);
+void store_shared(u32 addr, const void* from, u32 bytes, At at);
+void load_global(void* to, const void* address, u32 bytes, At at);
+void load_global_written(void* to, const void* address, u32 bytes, At at);
+void store_global(void* address, const void* from, u32 bytes, At at);
+
+// --- converged: all 32 lanes of a warp meet at one place in the text
+// ------------------------------------
+
+enum class Meeting : u8 {
+  sync_warp,
+  shuffle,
+  shuffle_xor,
+  shuffle_up,
+  any,
+  reduce_min,
+  reduce_max,
+  ldmatrix,
+  mma,
+  barrier,
+  registers,
+  wgmma_fence,
+  wgmma,
+  wgmma_commit,
+  wgmma_wait,
+};
+// `value` is what the lane brings, `parameter` the lane it asks for or the like; returns what the
+// lane gets.
+u64 meet(Meeting what, u64 value, i64 parameter, At at);
+
+struct LdmatrixOperands {
+  u32* fragment;
+  u32 addr;
+};
+struct MmaOperands {
+  float* d;
+  const u32* a;
+  const u32* b;
+};
+void ldmatrix(u32* fragment, i32 count, u32 addr, At at);
+void mma_m16n8k32_e4m3(float* d, const u32* a, const u32* b, At at);
+
+void sync_threads(At at);
+void barrier_sync(u32 id, u32 num_threads, At at);
+void set_max_registers(i32 registers, bool up, At at);
+
+// --- asynchronous copies
+// --------------------------------------------------------------------------------
+
+void cp_async(u32 smem, const void* global, u32 size, u32 bytes, At at);
+void cp_async_commit_group(At at);
+void cp_async_wait_group(i32 pending, At at);
+
+void mbarrier_init(u32 barrier, u32 arrivals, At at);
+void mbarrier_arrive(u32 barrier, u32 expected_bytes, At at);
+void mbarrier_wait(u32 barrier, u32 parity, At at);
+void fence_mbarrier_init(At at);
+void fence_proxy_async(At at);
+
+void prefetch_map(const MapDescription& map, bool is_parameter, At at);
+void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier, i32 rank,
+              const i32* coordinates, At at);
+void grid_dependency_wait(At at);
+
+// --- wgmma
+// -------------------------------------------------------------------------------------------------
+
+struct WgmmaOperands {
+  float* d;
+  u64 a;
+  u64 b;
+  i32 n;
+  bool accumulate;
+};
+void wgmma_e4m3(float* d, u64 a, u64 b, i32 n, bool accumulate, At at);
+void wgmma_wait_group(i32 pending, At at);
+void wgmma_ready(const float* d, i32 count, At at);
+
+}  // namespace deep_kernels::emulator

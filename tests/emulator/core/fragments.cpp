@@ -1,0 +1,110 @@
+// ldmatrix and mma.sync: operands spread over the lanes of a warp. Registers of a warpgroup.
+#include "report.h"
+#include "shared.h"
+#include "tensor_core.h"
+
+namespace deep_kernels::emulator {
+
+void ldmatrix(u32* fragment, i32 count, u32 addr, At at) {
+  LdmatrixOperands operands{fragment, addr};
+  meet(Meeting::ldmatrix, reinterpret_cast<u64>(&operands), count, at);
+}
+
+void run_ldmatrix(Warp& warp, i32 first_thread, i32 count, Place at) {
+  for (i32 matrix = 0; matrix < count; ++matrix) {
+    for (i32 row = 0; row < 8; ++row) {
+      const i32 giver = 8 * matrix + row;
+      const u32 addr = reinterpret_cast<const LdmatrixOperands*>(warp.value[giver])->addr;
+      shared.check_range(addr, 16, 16, "ldmatrix", at);
+      shared.read(addr, 16, first_thread + giver, at);
+      for (i32 lane = 0; lane < 4; ++lane) {
+        const auto* operands =
+            reinterpret_cast<const LdmatrixOperands*>(warp.value[4 * row + lane]);
+        std::memcpy(&operands->fragment[matrix], shared.data(addr + 4 * lane), 4);
+      }
+    }
+  }
+}
+
+void mma_m16n8k32_e4m3(float* d, const u32* a, const u32* b, At at) {
+  for (i32 i = 0; i < 4; ++i) check_poison(d[i], at);
+  MmaOperands operands{d, a, b};
+  meet(Meeting::mma, reinterpret_cast<u64>(&operands), 0, at);
+}
+
+// Source: PTX ISA 8.7, section 9.7.14.5.11, fragments of mma.m16n8k32.
+void run_mma(Warp& warp, Place) {
+  u8 a[16 * 32];
+  u8 b[8 * 32];
+  float c[16 * 8];
+  const auto operands = [&](i32 lane) -> const MmaOperands& {
+    return *reinterpret_cast<const MmaOperands*>(warp.value[lane]);
+  };
+  for (i32 lane = 0; lane < kWarp; ++lane) {
+    const i32 group = lane / 4;
+    const i32 in_group = lane % 4;
+    for (i32 i = 0; i < 4; ++i) {
+      const i32 row = group + (i % 2) * 8;
+      std::memcpy(a + row * 32 + i / 2 * 16 + in_group * 4, &operands(lane).a[i], 4);
+      c[(group + i / 2 * 8) * 8 + in_group * 2 + i % 2] = operands(lane).d[i];
+    }
+    for (i32 i = 0; i < 2; ++i)
+      std::memcpy(b + group * 32 + i * 16 + in_group * 4, &operands(lane).b[i], 4);
+  }
+  tensor_core::mma_m16n8k32_e4m3(a, b, c);
+  for (i32 lane = 0; lane < kWarp; ++lane)
+    for (i32 i = 0; i < 4; ++i)
+      operands(lane).d[i] = c[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2];
+}
+
+// --- setmaxnreg
+// ----------------------------------------------------------------------------------------
+
+void set_registers(i32 index, i32 registers, bool up, Place at) {
+  Warp& warp = machine.warps[index];
+  if (registers % 8 != 0 || registers < 24 || registers > 256)
+    fail("registers", format("setmaxnreg %d: must be a multiple of 8 from 24 to 256", registers),
+         at);
+  if (up ? registers < warp.registers : registers > warp.registers)
+    fail("registers",
+         format("setmaxnreg.%s to %d from %d", up ? "inc" : "dec", registers, warp.registers), at);
+  for (i32 w = index / kWarpgroupWarps * kWarpgroupWarps;
+       w < min_of(machine.num_warps, (index / kWarpgroupWarps + 1) * kWarpgroupWarps); ++w) {
+    const Warp& other = machine.warps[w];
+    if (other.registers_at != 0 && warp.registers_at == 0 && other.registers_at != at)
+      fail("registers",
+           format("setmaxnreg of warp %d is not the one of warp %d of its warpgroup", index, w) +
+               cite("that is at", other.registers_at),
+           at);
+  }
+  warp.registers_at = at;
+  warp.needs_registers = up;
+  if (up) return;
+  machine.free_registers += (warp.registers - registers) * kWarp;
+  warp.registers = registers;
+  for (Thread& thread : machine.threads)
+    if (thread.waits == Wait::registers) wake(thread.index);
+}
+
+void set_max_registers(i32 registers, bool up, At at) {
+  const Place place = place_of(at);
+  meet(Meeting::registers, up ? 1 : 0, registers, at);
+  Warp& warp = machine.warps[self().warp()];
+  while (warp.needs_registers) {
+    const i32 wanted = (registers - warp.registers) * kWarp;
+    if (wanted <= machine.free_registers) {
+      machine.free_registers -= wanted;
+      warp.registers = registers;
+      warp.needs_registers = false;
+    } else {
+      wait_for(Wait::registers, place);
+    }
+  }
+  // Lanes that still wait find that one of them has got it.
+  for (i32 lane = 0; lane < kWarp; ++lane) {
+    Thread& other = machine.threads[self().warp() * kWarp + lane];
+    if (other.waits == Wait::registers) wake(other.index);
+  }
+}
+
+}  // namespace deep_kernels::emulator

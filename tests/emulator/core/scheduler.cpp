@@ -1,0 +1,451 @@
+#include <algorithm>
+#include <map>
+
+#include "report.h"
+#include "shared.h"
+#include "trace.h"
+
+namespace deep_kernels::emulator {
+
+Machine machine;
+Identity identity;
+
+namespace {
+
+// Warps of which some lane can run.
+u32 ready_warps = 0;
+i32 last_warp = 0;
+
+void thread_main() {
+  machine.launch->entry(machine.launch->params);
+  Thread& thread = self();
+  const Warp& warp = machine.warps[thread.warp()];
+  if (warp.arrived != 0)
+    fail("divergence",
+         format("the thread ends while the lanes %08x of its warp wait for it in a converged "
+                "operation",
+                warp.arrived) +
+             cite("they wait at", warp.place),
+         0);
+  if (!thread.open_copies.empty() || !thread.committed_copies.empty()) {
+    const Place place = thread.open_copies.empty() ? thread.committed_copies.front().front().place
+                                                   : thread.open_copies.front().place;
+    fail("exit", "the thread ends and has not waited for its cp.async" + cite("issued at", place),
+         0);
+  }
+  thread.exited = true;
+  trace::exit(thread);
+  machine.warps[thread.warp()].ready &= ~(1u << thread.lane());
+  switch_fiber(&thread.stopped, machine.scheduler);
+  __builtin_unreachable();
+}
+
+void run_thread(Thread& thread) {
+  machine.current = &thread;
+  identity.thread = thread.index;
+  identity.time = thread.time;
+  switch_fiber(&machine.scheduler, thread.stopped);
+  machine.current = nullptr;
+  if (failed()) throw Stop{};
+}
+
+i32 lowest_bit(u32 mask) { return std::countr_zero(mask); }
+
+// Lanes that can run, each until it stops; in the lanes' order, or from a random lane on.
+void run_warp(i32 index) {
+  Warp& warp = machine.warps[index];
+  const i32 first = machine.launch->seed != 0 ? static_cast<i32>(machine.random.below(kWarp)) : 0;
+  u32 lanes = std::rotr(warp.ready, first);
+  while (lanes != 0) {
+    const i32 lane = (lowest_bit(lanes) + first) % kWarp;
+    lanes &= lanes - 1;
+    run_thread(machine.threads[index * kWarp + lane]);
+  }
+  if (warp.ready == 0) ready_warps &= ~(1u << index);
+}
+
+i32 choose_warp() {
+  if (machine.launch->seed == 0) {
+    const u32 behind = last_warp == 31 ? 0 : ready_warps & (~0u << (last_warp + 1));
+    return last_warp = lowest_bit(behind != 0 ? behind : ready_warps);
+  }
+  u32 skip = machine.random.below(static_cast<u32>(std::popcount(ready_warps)));
+  u32 mask = ready_warps;
+  for (; skip > 0; --skip) mask &= mask - 1;
+  return lowest_bit(mask);
+}
+
+std::string lane_mask_text(u32 mask) {
+  if (mask == ~0u) return "all lanes";
+  if (std::popcount(mask) == 1) return format("lane %d", lowest_bit(mask));
+  return format("lanes %08x", mask);
+}
+
+std::string describe_wait(const Thread& thread) {
+  const Warp& warp = machine.warps[thread.warp()];
+  switch (thread.waits) {
+    case Wait::meeting:
+      return format("in a converged operation, for the lanes %08x of its warp", ~warp.arrived);
+    case Wait::barrier: {
+      for (i32 id = 0; id < 16; ++id) {
+        const NamedBarrier& barrier = machine.barriers[id];
+        if (std::find(barrier.warps.begin(), barrier.warps.end(), thread.warp()) !=
+            barrier.warps.end())
+          return format("at barrier %d: %d of %d threads are there", id, barrier.arrived,
+                        barrier.expected);
+      }
+      return "at a barrier";
+    }
+    case Wait::mbarrier: {
+      const Mbarrier& barrier = find_mbarrier(thread.wait_barrier, "", 0);
+      std::string text =
+          format("for mbarrier %s, parity %u; it is in phase %llu with %u of %u arrivals",
+                 barrier.name.c_str(), thread.wait_parity, barrier.phase,
+                 barrier.arrivals - barrier.pending, barrier.arrivals);
+      if (barrier.bytes != 0)
+        text += format(", %lld bytes are expected and no copy is on its way", barrier.bytes);
+      return text;
+    }
+    case Wait::wgmma:
+      return "for wgmma that other warps of its warpgroup have not issued";
+    case Wait::registers:
+      return format("for registers: the block has %d free", machine.free_registers);
+    case Wait::nothing:
+      break;
+  }
+  return "for nothing";
+}
+
+// Who waits for what; warps that wait alike share a line, and so do the lanes of a warp.
+[[noreturn]] void report_deadlock() {
+  std::vector<std::pair<std::string, std::vector<i32>>> rows;
+  const auto add = [&](i32 warp, const std::string& text) {
+    for (auto& [known, warps] : rows) {
+      if (known != text) continue;
+      warps.push_back(warp);
+      return;
+    }
+    rows.push_back({text, {warp}});
+  };
+  for (i32 w = 0; w < machine.num_warps; ++w) {
+    std::map<std::pair<Place, i32>, u32> groups;
+    u32 exited = 0;
+    for (i32 lane = 0; lane < kWarp; ++lane) {
+      const Thread& thread = machine.threads[w * kWarp + lane];
+      if (thread.exited)
+        exited |= 1u << lane;
+      else
+        groups[{thread.waits_at, static_cast<i32>(thread.waits)}] |= 1u << lane;
+    }
+    for (const auto& [key, mask] : groups) {
+      const Thread& thread = machine.threads[w * kWarp + lowest_bit(mask)];
+      add(w, format("%-10s %-14s waits at %s %s", thread.role, lane_mask_text(mask).c_str(),
+                    place_name(thread.waits_at).c_str(), describe_wait(thread).c_str()));
+    }
+    if (exited != 0)
+      add(w, format("%-10s %-14s ended", machine.threads[w * kWarp].role,
+                    lane_mask_text(exited).c_str()));
+  }
+  std::string table;
+  for (const auto& [text, warps] : rows) {
+    std::string names;
+    for (std::size_t i = 0; i < warps.size(); ++i) {
+      std::size_t last = i;
+      while (last + 1 < warps.size() && warps[last + 1] == warps[last] + 1) ++last;
+      names += format(i == 0 ? "%d" : ",%d", warps[i]);
+      if (last > i) names += format("-%d", warps[last]);
+      i = last;
+    }
+    table += format("\n  %-6s %-8s %s", warps.size() > 1 ? "warps" : "warp", names.c_str(),
+                    text.c_str());
+  }
+  fail("deadlock",
+       format("block %d: all threads wait and nothing is on its way", identity.block) + table, 0);
+}
+
+void check_end_of_block() {
+  for (const Mbarrier& barrier : machine.mbarriers)
+    if (barrier.bytes != 0)
+      fail("exit",
+           format("the block ends while mbarrier %s, in phase %llu, expects %lld more bytes",
+                  barrier.name.c_str(), barrier.phase, barrier.bytes) +
+               cite("initialised at", barrier.init_at),
+           0);
+  for (i32 w = 0; w < machine.num_warps; ++w) {
+    const Warp& warp = machine.warps[w];
+    if (warp.completed < warp.issued)
+      fail("exit",
+           "the warp ends and has not waited for its wgmma" +
+               cite("issued at",
+                    machine.warpgroups[w / kWarpgroupWarps].operation(warp.completed).place),
+           0, w * kWarp);
+    const Warp& first = machine.warps[w / kWarpgroupWarps * kWarpgroupWarps];
+    if (warp.registers_at != first.registers_at)
+      fail("registers",
+           "setmaxnreg was not executed by all warps of a warpgroup" +
+               cite("the first warp's at", first.registers_at) +
+               cite("this warp's at", warp.registers_at),
+           0, w * kWarp);
+  }
+}
+
+}  // namespace
+
+void join(u32* into, const u32* from, i32 count) {
+  for (i32 i = 0; i < count; ++i) into[i] = std::max(into[i], from[i]);
+}
+
+void tick(i32 thread) { ++machine.clocks_of(thread)[thread]; }
+
+void join_all(const std::vector<i32>& warps) {
+  static std::vector<u32> all, proxy;
+  all.assign(machine.num_agents, 0);
+  proxy.assign(machine.num_agents, 0);
+  i64 time = 0;
+  for (const i32 warp : warps) {
+    for (i32 thread = warp * kWarp; thread < (warp + 1) * kWarp; ++thread) {
+      join(all.data(), machine.clocks_of(thread), machine.num_agents);
+      if (machine.proxy_used) join(proxy.data(), machine.proxy_of(thread), machine.num_agents);
+      time = std::max(time, &machine.threads[thread] == machine.current
+                                ? identity.time
+                                : machine.threads[thread].time);
+    }
+  }
+  for (const i32 warp : warps) {
+    for (i32 thread = warp * kWarp; thread < (warp + 1) * kWarp; ++thread) {
+      std::copy(all.begin(), all.end(), machine.clocks_of(thread));
+      if (machine.proxy_used) std::copy(proxy.begin(), proxy.end(), machine.proxy_of(thread));
+      tick(thread);
+      machine.threads[thread].time = time;
+    }
+  }
+  identity.time = time;
+}
+
+void wait_for(Wait what, Place at) {
+  Thread& thread = self();
+  thread.waits = what;
+  thread.waits_at = at;
+  thread.time = identity.time;
+  machine.warps[thread.warp()].ready &= ~(1u << thread.lane());
+  switch_fiber(&thread.stopped, machine.scheduler);
+  thread.waits = Wait::nothing;
+}
+
+void wake(i32 thread) {
+  machine.warps[thread / kWarp].ready |= 1u << (thread % kWarp);
+  ready_warps |= 1u << (thread / kWarp);
+}
+
+void maybe_yield() {
+  if (machine.launch->seed == 0 || machine.random.below(64) != 0) return;
+  self().time = identity.time;
+  switch_fiber(&self().stopped, machine.scheduler);
+}
+
+void run_block(i32 block) {
+  identity.block = block;
+  const std::size_t clocks = static_cast<std::size_t>(machine.num_threads) * machine.num_agents;
+  machine.clocks.assign(clocks, 0);
+  machine.proxy_clocks.assign(clocks, 0);
+  machine.proxy_used = false;
+  machine.warps.assign(machine.num_warps, Warp{});
+  machine.warpgroups.assign(ceil_div(machine.num_warps, kWarpgroupWarps), Warpgroup{});
+  machine.threads.assign(machine.num_threads, Thread{});
+  std::fill(std::begin(machine.barriers), std::end(machine.barriers), NamedBarrier{});
+  machine.mbarriers.clear();
+  machine.mbarriers.reserve(kMaxMbarriers);
+  machine.copies.clear();
+  machine.free_registers = 0;
+  machine.copies_busy = machine.tensor_cores_busy = 0;
+  shared.begin_block(static_cast<u32>(machine.launch->smem_bytes));
+  // What __launch_bounds__(threads, 1) leaves each thread, in units of 8.
+  const i32 registers = min_of(255, 65536 / machine.num_threads) / 8 * 8;
+  ready_warps = 0;
+  last_warp = 31;
+  for (i32 i = 0; i < machine.num_threads; ++i) {
+    machine.threads[i].index = i;
+    machine.threads[i].stopped = make_fiber(machine.stacks.stack(i), thread_main);
+    machine.clocks_of(i)[i] = 1;
+    wake(i);
+  }
+  for (Warp& warp : machine.warps) warp.registers = registers;
+  trace::begin_block(block);
+  for (;;) {
+    const bool seeded = machine.launch->seed != 0;
+    const auto copies = static_cast<u32>(machine.copies.size());
+    if (copies > 0 && (ready_warps == 0 || (seeded && machine.random.below(16) == 0))) {
+      finish_copy(seeded ? machine.random.below(copies) : 0);
+    } else if (ready_warps != 0) {
+      run_warp(choose_warp());
+    } else {
+      break;
+    }
+  }
+  for (const Thread& thread : machine.threads)
+    if (!thread.exited) report_deadlock();
+  check_end_of_block();
+}
+
+// --- what ptx/ calls
+
+void set_role(const char* name) {
+  self().role = name;
+  trace::role(self());
+}
+
+void meet_poison(At at) {
+  fail("accumulator",
+       "uses an accumulator while the wgmma that writes it is in flight (or what was made of one)",
+       place_of(at));
+}
+
+namespace {
+
+const char* meeting_name(Meeting what) {
+  constexpr const char* names[] = {"sync_warp",
+                                   "shuffle",
+                                   "shuffle_xor",
+                                   "shuffle_up",
+                                   "any",
+                                   "reduce_min",
+                                   "reduce_max",
+                                   "ldmatrix",
+                                   "mma",
+                                   "barrier_sync",
+                                   "set_max_registers",
+                                   "wgmma_fence",
+                                   "wgmma",
+                                   "wgmma_commit_group",
+                                   "wgmma_wait_group"};
+  return names[static_cast<u8>(what)];
+}
+
+i32 i32_of(u64 value) { return static_cast<i32>(value); }
+
+void require_uniform(const Warp& warp, const char* what, Place at) {
+  for (i32 lane = 1; lane < kWarp; ++lane)
+    if (warp.parameter[lane] != warp.parameter[0])
+      fail("divergence",
+           format("%s differs between lanes 0 and %d of a warp: %lld and %lld", what, lane,
+                  warp.parameter[0], warp.parameter[lane]),
+           at);
+}
+
+// The last lane has come: does the operation for all.
+void hold_meeting(i32 index, Place at) {
+  Warp& warp = machine.warps[index];
+  Thread* threads = &machine.threads[index * kWarp];
+  // All go on when the last has come.
+  i64 time = identity.time;
+  for (i32 lane = 0; lane < kWarp; ++lane) time = max_of(time, threads[lane].time);
+  time += warp.meeting == Meeting::mma ? cycles::kMma : cycles::kMeeting;
+  for (i32 lane = 0; lane < kWarp; ++lane) threads[lane].time = time;
+  identity.time = time;
+  const auto give_all = [&](u64 value) {
+    for (i32 lane = 0; lane < kWarp; ++lane) threads[lane].result = value;
+  };
+  switch (warp.meeting) {
+    case Meeting::sync_warp:
+      join_all({index});
+      break;
+    case Meeting::shuffle:
+    case Meeting::shuffle_xor:
+    case Meeting::shuffle_up:
+      for (i32 lane = 0; lane < kWarp; ++lane) {
+        const i64 parameter = warp.parameter[lane];
+        i64 source = parameter;
+        if (warp.meeting == Meeting::shuffle_xor) source = lane ^ parameter;
+        if (warp.meeting == Meeting::shuffle_up)
+          source = lane >= parameter ? lane - parameter : lane;
+        if (source < 0 || source >= kWarp)
+          fail("divergence", format("lane %d asks for lane %lld", lane, source), at);
+        threads[lane].result = warp.value[source];
+      }
+      break;
+    case Meeting::any: {
+      u64 found = 0;
+      for (const u64 value : warp.value) found |= value;
+      give_all(found);
+      break;
+    }
+    case Meeting::reduce_min:
+    case Meeting::reduce_max: {
+      i32 best = i32_of(warp.value[0]);
+      for (const u64 value : warp.value)
+        best = warp.meeting == Meeting::reduce_min ? min_of(best, i32_of(value))
+                                                   : max_of(best, i32_of(value));
+      give_all(static_cast<u32>(best));
+      break;
+    }
+    case Meeting::ldmatrix:
+      run_ldmatrix(warp, index * kWarp, static_cast<i32>(warp.parameter[0]), at);
+      break;
+    case Meeting::mma:
+      run_mma(warp, at);
+      break;
+    case Meeting::barrier:
+      require_uniform(warp, "the number of participants", at);
+      enter_barrier(warp, index, static_cast<u32>(warp.value[0]),
+                    static_cast<u32>(warp.parameter[0]), at);
+      break;
+    case Meeting::registers:
+      set_registers(index, static_cast<i32>(warp.parameter[0]), warp.value[0] != 0, at);
+      break;
+    case Meeting::wgmma_fence:
+      warp.fenced = true;
+      break;
+    case Meeting::wgmma:
+      issue_wgmma(index, at);
+      break;
+    case Meeting::wgmma_commit:
+      commit_wgmma(index);
+      break;
+    case Meeting::wgmma_wait: {
+      const i64 keep = warp.parameter[0];
+      const auto groups = static_cast<i64>(warp.group_ends.size());
+      give_all(static_cast<u64>(groups > keep ? warp.group_ends[groups - 1 - keep] : 0));
+      break;
+    }
+  }
+}
+
+}  // namespace
+
+u64 meet(Meeting what, u64 value, i64 parameter, At at) {
+  maybe_yield();
+  Thread& thread = self();
+  Warp& warp = machine.warps[thread.warp()];
+  const Place place = place_of(at);
+  if (warp.arrived == 0) {
+    warp.meeting = what;
+    warp.place = place;
+    for (i32 lane = 0; lane < kWarp; ++lane)
+      if (machine.threads[thread.warp() * kWarp + lane].exited)
+        fail("divergence",
+             format("%s needs all lanes of the warp, but lane %d has ended", meeting_name(what),
+                    lane),
+             place);
+  } else if (warp.meeting != what || warp.place != place) {
+    fail("divergence",
+         format("%s, while the lanes %08x of its warp are in %s elsewhere: converged operations "
+                "need all lanes at one place",
+                meeting_name(what), warp.arrived, meeting_name(warp.meeting)) +
+             cite("they are at", warp.place),
+         place);
+  }
+  warp.value[thread.lane()] = value;
+  warp.parameter[thread.lane()] = parameter;
+  warp.arrived |= 1u << thread.lane();
+  if (warp.arrived != ~0u) {
+    wait_for(Wait::meeting, place);
+    return thread.result;
+  }
+  warp.arrived = 0;
+  hold_meeting(thread.warp(), place);
+  for (i32 lane = 0; lane < kWarp; ++lane)
+    if (lane != thread.lane()) wake(thread.warp() * kWarp + lane);
+  return thread.result;
+}
+
+}  // namespace deep_kernels::emulator

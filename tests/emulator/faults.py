@@ -1,0 +1,306 @@
+"""Faults that are put into copies of the kernels: each must be caught, with a message that helps."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import build
+from .cases import MqaCase
+
+SM90 = "kernels/mqa_logits_sm90.cuh"
+SM89 = "kernels/mqa_logits_sm89.cuh"
+TILE = "kernels/mqa_logits_tile.cuh"
+SCHEDULE = "kernels/mqa_schedule.cuh"
+LAYOUT = "tile/layout.cuh"
+
+_PLAIN = MqaCase(num_q=21, num_kv=700, num_heads=64, head_dim=128, windows="causal")
+_DEFERRED = MqaCase(num_q=21, num_kv=700, num_heads=64, head_dim=128, windows="causal", clean="deferred")
+_ODD_HEADS = MqaCase(num_q=11, num_kv=300, num_heads=9, head_dim=64)
+_ALL_HEADS = MqaCase(num_q=5, num_kv=300, num_heads=128, head_dim=64)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replaces text that must stand in the file exactly once, or `count` times."""
+
+    file: str
+    old: str
+    new: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake, and what the emulator says of it: kinds that may be reported, words the text must hold."""
+
+    name: str
+    backend: str
+    edits: tuple[Edit, ...]
+    kinds: tuple[str, ...]
+    words: tuple[str, ...]
+    case: MqaCase = field(default=_PLAIN)
+
+
+def _fault(
+    name: str,
+    backend: str,
+    file: str,
+    old: str,
+    new: str,
+    kinds: str,
+    words: tuple[str, ...] = (),
+    case: MqaCase = _PLAIN,
+    count: int = 1,
+) -> Fault:
+    return Fault(name, backend, (Edit(file, old, new, count),), tuple(kinds.split()), words, case)
+
+
+_ARRIVE_DRAINED = """    if (tile == kTiles - 1) {  // rows and scales are read: the stage may be refilled
+      ptx::sync_warp();
+      if (ptx::lane_index() == 0)
+        ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
+    }
+"""
+_WAIT_WGMMA = "    ptx::wgmma_wait_group<0>(x);\n"
+
+FAULTS = [
+    # --- fences and waits that are not there
+    _fault(
+        "no fence behind mbarrier.init", "sm90", SM90, "    ptx::fence_mbarrier_init();\n", "",
+        "proxy-fence", ("mbarrier", "async proxy", "initialised at"),
+    ),
+    _fault(
+        "no block barrier behind the setup", "sm90", SM90,
+        "  find_run<S>(args, smem.schedule);\n  ptx::sync_threads();\n", "  find_run<S>(args, smem.schedule);\n",
+        "race uninitialized", ("smem",),
+    ),
+    Fault(
+        "queries posted before their weights are written",
+        "sm90",
+        (
+            Edit(SM90, "    ptx::mbarrier_arrive(query_filled);  // every lane", "    // every lane"),
+            Edit(
+                SM90, "    const float up = post_weights",
+                "    ptx::mbarrier_arrive(query_filled);\n    const float up = post_weights",
+            ),
+        ),
+        ("race", "uninitialized"),
+        ("math",),
+    ),
+    _fault(
+        "scheduler does not wait until a unit is drained", "sm90", SM90,
+        "    ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);\n"
+        "    const MqaSpan span", "    const MqaSpan span",
+        "race pending-async mbarrier", ("scheduler",), MqaCase(num_q=70, num_kv=300, num_sms=1, windows="full"),
+    ),
+    _fault(
+        "kv warp does not wait until a stage is drained", "sm90", SM90,
+        "      ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_drained[stages.slot]), stages.parity);\n", "",
+        "race pending-async mbarrier", ("kv",), MqaCase(num_q=8, num_kv=1100, windows="full", num_sms=1),
+    ),
+    _fault(
+        "math warps do not wait for a stage", "sm90", SM90,
+        "    ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);\n", "",
+        "pending-async race uninitialized", ("math", "wgmma"),
+    ),
+    _fault(
+        "no wait for wgmma", "sm90", SM90, _WAIT_WGMMA, "", "accumulator", ("wgmma", "in flight"),
+    ),
+    _fault("no wgmma.fence", "sm90", SM90, "    ptx::wgmma_fence();\n", "", "accumulator", ("wgmma.fence",)),
+    # --- reuse too early
+    _fault(
+        "stage released before its wgmma are done", "sm90", SM90,
+        _WAIT_WGMMA + _ARRIVE_DRAINED, _ARRIVE_DRAINED + _WAIT_WGMMA,
+        "race pending-async", ("wgmma",), MqaCase(num_q=8, num_kv=1100, windows="full", num_sms=1),
+    ),
+    _fault(
+        "stage released before all lanes have read its scales", "sm90", SM90,
+        "      ptx::sync_warp();\n      if (ptx::lane_index() == 0)\n"
+        "        ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained",
+        "      if (ptx::lane_index() == 0)\n        ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained",
+        "race", ("nothing orders",), MqaCase(num_q=8, num_kv=1100, windows="full", num_sms=1),
+    ),
+    _fault(
+        "one arrival fewer than math warps frees a stage", "sm90", SM90,
+        "ptx::mbarrier_init(ptx::smem_addr(&smem.kv_drained[i]), kMathWarps)",
+        "ptx::mbarrier_init(ptx::smem_addr(&smem.kv_drained[i]), kMathWarps - 1)",
+        "race pending-async mbarrier deadlock", ("kv",), MqaCase(num_q=8, num_kv=2100, windows="full", num_sms=1),
+    ),
+    # --- phases, counts, bytes
+    _fault(
+        "one arrival more than math warps", "sm90", SM90,
+        "ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), kMathWarps)",
+        "ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), kMathWarps + 1)",
+        "deadlock", ("unit_drained", "16 of 17 arrivals", "scheduler"),
+        MqaCase(num_q=70, num_kv=300, num_sms=1, windows="full"),
+    ),
+    _fault(
+        "producer starts in the consumer's phase", "sm90", SM90,
+        "auto stages = tile::Ring<S.kv_stages>::filler();", "auto stages = tile::Ring<S.kv_stages>::drainer();",
+        "deadlock", ("kv_drained", "parity 0", "kv_filled"),
+    ),
+    _fault(
+        "consumer starts in the producer's phase", "sm90", SM90,
+        "    stages = tile::Ring<S.kv_stages>::drainer();", "    stages = tile::Ring<S.kv_stages>::filler();",
+        "pending-async race uninitialized deadlock", ("math",),
+    ),
+    _fault(
+        "fewer bytes expected than copied", "sm90", SM90,
+        "constexpr u32 kBytes = S.kv_stage_bytes() + S.kv_stage_rows() * sizeof(float);",
+        "constexpr u32 kBytes = S.kv_stage_bytes();",
+        "mbarrier", ("kv_filled", "bytes"),
+    ),
+    _fault(
+        "more bytes expected than copied", "sm90", SM90,
+        "constexpr u32 kBytes = S.kv_stage_bytes() + S.kv_stage_rows() * sizeof(float);",
+        "constexpr u32 kBytes = S.kv_stage_bytes() + S.kv_stage_rows() * sizeof(float) + 16;",
+        "deadlock", ("kv_filled", "16 bytes are expected and no copy"),
+    ),
+    _fault(
+        "one arrival too many on a full barrier", "sm90", SM90,
+        "      ptx::mbarrier_arrive_expect_tx(filled, kBytes);\n",
+        "      ptx::mbarrier_arrive_expect_tx(filled, kBytes);\n      ptx::mbarrier_arrive(filled);\n",
+        "mbarrier", ("one arrival too many", "kv_filled"),
+    ),
+    # --- barriers and convergence
+    _fault(
+        "a named barrier with one warp too many", "sm90", SM90,
+        "ptx::barrier_sync(static_cast<u32>(Barrier::work_done), S.num_threads());",
+        "ptx::barrier_sync(static_cast<u32>(Barrier::work_done), S.num_threads() + 32);",
+        "barrier", ("672", "640"), _DEFERRED,
+    ),
+    _fault(
+        "a named barrier that one warp leaves out", "sm90", SM90,
+        "    ptx::barrier_sync(static_cast<u32>(Barrier::work_done), S.num_threads());",
+        "    if (warp != 3) ptx::barrier_sync(static_cast<u32>(Barrier::work_done), S.num_threads());",
+        "deadlock", ("barrier 1: 608 of 640", "waits at"), _DEFERRED,
+    ),
+    _fault(
+        "a converged operation in a branch", "sm90", SM90,
+        "    ptx::sync_warp();\n    load_queries", "    if (lane < 31) ptx::sync_warp();\n    load_queries",
+        "divergence", ("scheduler", "all lanes"),
+    ),
+    _fault(
+        "a shuffle that some lanes skip", "sm89", TILE,
+        "      kept[0][0] = mine + ptx::shuffle_xor(other, 1);",
+        "      kept[0][0] = mine;\n      if (ptx::lane_index() != 5) kept[0][0] += ptx::shuffle_xor(other, 1);",
+        "divergence", ("shuffle_xor", "need all lanes"),
+    ),
+    _fault(
+        "more registers than the block has", "sm90", SM90,
+        "inline constexpr i32 kMathRegisters = 112;", "inline constexpr i32 kMathRegisters = 120;",
+        "deadlock", ("registers",),
+    ),
+    # --- layouts
+    _fault(
+        "descriptor says another swizzle than the copy", "sm90", LAYOUT,
+        "kRowBytes == 128 ? 1u : kRowBytes == 64 ? 2u : 3u", "kRowBytes == 128 ? 2u : kRowBytes == 64 ? 3u : 1u",
+        "descriptor", ("descriptor says 64-byte swizzle", "wrote it 128-byte"),
+    ),
+    _fault(
+        "descriptor of 64-byte rows says no swizzle", "sm90", LAYOUT,
+        "kRowBytes == 128 ? 1u : kRowBytes == 64 ? 2u : 3u", "kRowBytes == 128 ? 1u : kRowBytes == 64 ? 0u : 3u",
+        "descriptor", ("the descriptor says no swizzle", "64-byte"), _ODD_HEADS,
+    ),
+    _fault(
+        "descriptor with half the stride", "sm90", LAYOUT,
+        "static_cast<u32>(8 * kRowBytes >> 4)", "static_cast<u32>(4 * kRowBytes >> 4)",
+        "descriptor", ("stride",),
+    ),
+    _fault(
+        "k-step advances by 64 bytes", "sm90", SM90, "Descriptor::make(query_low + 2 * k)",
+        "Descriptor::make(query_low + 4 * k)", "descriptor", ("operand b",),
+    ),
+    _fault(
+        "copy to an address that is not aligned", "sm90", SM90,
+        "ptx::tma_load_2d(ptx::smem_addr(&smem.kv[stages.slot][0]),",
+        "ptx::tma_load_2d(ptx::smem_addr(&smem.kv[stages.slot][64]),", "alignment", ("128", "TMA"),
+    ),
+    _fault(
+        "copy through the wrong tensor map", "sm90", SM90,
+        "maps.kv, filled, 0, row", "maps.q, filled, 0, row", "tensor-map", ("2-D", "rank 3"),
+    ),
+    # --- bounds
+    _fault(
+        "a column too many at the tail", "sm90", TILE, "column >= edge.width", "column > edge.width",
+        "bounds", ("logits", "store"), MqaCase(num_q=3, num_kv=300, windows="causal"),
+    ),
+    _fault(
+        "weights of one head too many", "sm90", TILE, "head >= args.num_heads", "head > args.num_heads",
+        "bounds", ("weights",), _ODD_HEADS,
+    ),
+    _fault(
+        "scale of one kv row too many", "sm89", SM89, "j < args.num_kv ?", "j <= args.num_kv ?",
+        "bounds", ("kv scale",), MqaCase(num_q=3, num_kv=300, windows="full"),
+    ),
+    _fault(
+        "rows behind the last query", "sm89", SM89,
+        "if (row >= args.num_q || head >= args.num_heads) return nullptr;",
+        "if (head >= args.num_heads) return nullptr;", "bounds", ("q [", "cp.async"),
+    ),
+    _fault(
+        "vector stores that are not aligned", "sm90", TILE,
+        "const i32 first = min_of(begin + lead, end);", "const i32 first = min_of(begin + 0 * lead, end);",
+        "alignment", ("store", "multiple of 16", "cleaner"), MqaCase(num_q=9, num_kv=600, max_seqlen_k=900),
+    ),
+    # --- values that are not there, results written twice
+    _fault(
+        "a field that nobody writes", "sm90", SM90,
+        "    if (lane == 0) ptx::store_shared_f32(ptx::smem_addr(&unit.scale_up), up);\n", "",
+        "uninitialized", ("math", "unit.scale_up"),
+    ),
+    _fault(
+        "two lanes store one logit", "sm90", TILE,
+        "return S.num_heads <= 64 || ptx::lane_index() % 4 < 2;", "return true;",
+        "race", ("logits", "nothing orders"), _ALL_HEADS,
+    ),
+    _fault(
+        "global memory before the kernel ahead is done", "sm90", SM90,
+        "  ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written\n"
+        "  find_run<S>(args, smem.schedule);\n",
+        "  find_run<S>(args, smem.schedule);\n  ptx::grid_dependency_wait();\n",
+        "grid-dependency", ("griddepcontrol",),
+    ),
+    # --- sm89
+    _fault(
+        "no wait for cp.async", "sm89", SM89, "      ptx::cp_async_wait_group<S.kv_stages - 2>();\n", "",
+        "pending-async", ("copy", "in flight"),
+    ),
+    _fault(
+        "no block barrier behind cp.async", "sm89", SM89,
+        "      ptx::sync_threads();  // the stage is there for all, and all are done with the one before it\n", "",
+        "race pending-async uninitialized", ("smem",),
+    ),
+    _fault(
+        "a unit's query overwritten while others read it", "sm89", SM89,
+        "    ptx::cp_async_wait_group<0>();\n    ptx::sync_threads();  // before the next unit's query "
+        "overwrites this one\n", "    ptx::cp_async_wait_group<0>();\n",
+        "race", ("nothing orders",), MqaCase(num_q=70, num_kv=300, num_sms=1, windows="full"),
+    ),
+    _fault(
+        "ldmatrix of an odd address", "sm89", SM89,
+        "rows + tile::swizzled_offset<S.head_dim>(lane % 16, 2 * step + lane / 16)",
+        "rows + 8 + tile::swizzled_offset<S.head_dim>(lane % 16, 2 * step + lane / 16)",
+        "alignment", ("ldmatrix",),
+    ),
+    _fault(
+        "shared memory through a plain pointer", "sm89", SM89,
+        "  find_run<S>(args, smem.schedule);\n",
+        "  smem.schedule.cut_block[0] = 0;\n  find_run<S>(args, smem.schedule);\n",
+        "direct-access", ("plain pointer",),
+    ),
+]  # fmt: skip
+
+
+def altered_include(fault: Fault, folder: Path) -> Path:
+    """The package's include folder with the fault in it; every edit must apply as often as it says."""
+    include = folder / "include"
+    shutil.copytree(build.PACKAGE_INCLUDE, include)
+    for edit in fault.edits:
+        path = include / "deep_kernels" / edit.file
+        text = path.read_text()
+        assert text.count(edit.old) == edit.count, f"{fault.name}: '{edit.old}' occurs {text.count(edit.old)} times"
+        path.write_text(text.replace(edit.old, edit.new))
+    return include

@@ -1,0 +1,207 @@
+// The emulator's ptx/base.cuh: the same functions as the package's, done by a host program. Each
+// takes one more argument, the place in the text it was called from.
+#pragma once
+
+#include <bit>
+#include <cmath>
+
+#include "core/device.h"
+#include "core/numeric.h"
+#include "deep_kernels/contract/types.h"
+
+#define DK_DEVICE inline
+#define DK_KERNEL(threads)                            \
+  extern "C" const int dk_emulator_threads = threads; \
+  extern "C" void
+#define DK_GRID_CONSTANT const
+#define DK_UNROLL
+#define DK_NO_UNROLL
+
+namespace deep_kernels::ptx {
+
+using emulator::At;
+using emulator::Meeting;
+
+inline void role(const char* name) { emulator::set_role(name); }
+
+// --- who and where ------------------------------------------------------------------------------
+
+inline i32 thread_index() { return emulator::identity.thread; }
+inline i32 lane_index() { return emulator::identity.thread % 32; }
+inline i32 warp_index(At at = At::current()) {
+  return static_cast<i32>(emulator::meet(Meeting::shuffle, emulator::identity.thread / 32, 0, at));
+}
+inline i32 block_index() { return emulator::identity.block; }
+inline i32 num_blocks() { return emulator::identity.num_blocks; }
+
+// --- shared memory ------------------------------------------------------------------------------
+
+template <class Smem>
+Smem& dynamic_smem(At at = At::current()) {
+  return *static_cast<Smem*>(emulator::dynamic_smem(sizeof(Smem), at));
+}
+inline u32 smem_addr(const void* pointer, At at = At::current()) {
+  return emulator::smem_addr(pointer, at);
+}
+
+inline i32 load_shared_i32(u32 addr, At at = At::current()) {
+  i32 value;
+  emulator::load_shared(&value, addr, sizeof(value), at);
+  return value;
+}
+inline i64 load_shared_i64(u32 addr, At at = At::current()) {
+  i64 value;
+  emulator::load_shared(&value, addr, sizeof(value), at);
+  return value;
+}
+inline float load_shared_f32(u32 addr, At at = At::current()) {
+  float value;
+  emulator::load_shared(&value, addr, sizeof(value), at);
+  return value;
+}
+inline void load_shared_f32x2(float (&value)[2], u32 addr, At at = At::current()) {
+  emulator::load_shared(value, addr, sizeof(value), at);
+}
+inline void store_shared_i32(u32 addr, i32 value, At at = At::current()) {
+  emulator::store_shared(addr, &value, sizeof(value), at);
+}
+inline void store_shared_i64(u32 addr, i64 value, At at = At::current()) {
+  emulator::store_shared(addr, &value, sizeof(value), at);
+}
+inline void store_shared_f32(u32 addr, float value, At at = At::current()) {
+  emulator::store_shared(addr, &value, sizeof(value), at);
+}
+
+// --- global memory ------------------------------------------------------------------------------
+
+inline i32 load_global(const i32* address, At at = At::current()) {
+  i32 value;
+  emulator::load_global(&value, address, sizeof(value), at);
+  return value;
+}
+inline float load_global(const float* address, At at = At::current()) {
+  float value;
+  emulator::load_global(&value, address, sizeof(value), at);
+  return value;
+}
+inline u16 load_global(const u16* address, At at = At::current()) {
+  u16 value;
+  emulator::load_global(&value, address, sizeof(value), at);
+  return value;
+}
+
+inline i32 load_global_written(const i32* address, At at = At::current()) {
+  i32 value;
+  emulator::load_global_written(&value, address, sizeof(value), at);
+  return value;
+}
+
+inline void store_global(i32* address, i32 value, At at = At::current()) {
+  emulator::store_global(address, &value, sizeof(value), at);
+}
+inline void store_global(float* address, float value, At at = At::current()) {
+  emulator::store_global(address, &value, sizeof(value), at);
+}
+inline void store_global(u16* address, u16 value, At at = At::current()) {
+  emulator::store_global(address, &value, sizeof(value), at);
+}
+inline void store_global_x4(void* address, u32 a, u32 b, u32 c, u32 d, At at = At::current()) {
+  const u32 words[4] = {a, b, c, d};
+  emulator::store_global(address, words, sizeof(words), at);
+}
+inline u32 bytes_to_aligned(const void* address, u32 unit) {
+  return static_cast<u32>(-reinterpret_cast<u64>(address)) & (unit - 1);
+}
+
+// --- arithmetic ---------------------------------------------------------------------------------
+
+inline float fma(float a, float b, float c, At at = At::current()) {
+  emulator::check_poison(a, at);
+  emulator::check_poison(b, at);
+  emulator::check_poison(c, at);
+  emulator::identity.time += emulator::kAluCycles;
+  return std::fma(a, b, c);
+}
+inline float max(float a, float b, At at = At::current()) {
+  emulator::check_poison(a, at);
+  emulator::check_poison(b, at);
+  emulator::identity.time += emulator::kAluCycles;
+  return emulator::numeric::max(a, b);
+}
+inline float mul_sat(float a, float b, At at = At::current()) {
+  emulator::check_poison(a, at);
+  emulator::check_poison(b, at);
+  emulator::identity.time += emulator::kAluCycles;
+  return emulator::numeric::saturate(a * b);
+}
+inline u32 bits_of(float value, At at = At::current()) {
+  emulator::check_poison(value, at);
+  return std::bit_cast<u32>(value);
+}
+inline float float_of(u32 bits) { return std::bit_cast<float>(bits); }
+inline float float_of_f16(u16 bits) { return emulator::numeric::float_of_f16(bits); }
+inline float float_of_bf16(u16 bits) { return std::bit_cast<float>(static_cast<u32>(bits) << 16); }
+inline u16 bf16_of(float value, At at = At::current()) {
+  emulator::check_poison(value, at);
+  return emulator::numeric::bf16_of(value);
+}
+
+// --- converged ----------------------------------------------------------------------------------
+
+inline void sync_warp(At at = At::current()) { emulator::meet(Meeting::sync_warp, 0, 0, at); }
+inline float shuffle_xor(float value, i32 mask, At at = At::current()) {
+  emulator::check_poison(value, at);
+  return float_of(
+      static_cast<u32>(emulator::meet(Meeting::shuffle_xor, std::bit_cast<u32>(value), mask, at)));
+}
+inline i32 shuffle_xor(i32 value, i32 mask, At at = At::current()) {
+  return static_cast<i32>(emulator::meet(Meeting::shuffle_xor, static_cast<u32>(value), mask, at));
+}
+inline i64 shuffle_xor(i64 value, i32 mask, At at = At::current()) {
+  return static_cast<i64>(emulator::meet(Meeting::shuffle_xor, static_cast<u64>(value), mask, at));
+}
+inline i32 shuffle_up(i32 value, i32 delta, At at = At::current()) {
+  return static_cast<i32>(emulator::meet(Meeting::shuffle_up, static_cast<u32>(value), delta, at));
+}
+inline i32 shuffle(i32 value, i32 lane, At at = At::current()) {
+  return static_cast<i32>(emulator::meet(Meeting::shuffle, static_cast<u32>(value), lane, at));
+}
+inline bool any(bool predicate, At at = At::current()) {
+  return emulator::meet(Meeting::any, predicate ? 1 : 0, 0, at) != 0;
+}
+inline i32 reduce_min(i32 value, At at = At::current()) {
+  return static_cast<i32>(emulator::meet(Meeting::reduce_min, static_cast<u32>(value), 0, at));
+}
+inline i32 reduce_max(i32 value, At at = At::current()) {
+  return static_cast<i32>(emulator::meet(Meeting::reduce_max, static_cast<u32>(value), 0, at));
+}
+
+// --- block barriers -----------------------------------------------------------------------------
+
+inline void sync_threads(At at = At::current()) { emulator::sync_threads(at); }
+inline void barrier_sync(u32 id, u32 num_threads, At at = At::current()) {
+  emulator::barrier_sync(id, num_threads, at);
+}
+
+// --- cp.async, ldmatrix, mma.sync ---------------------------------------------------------------
+
+inline void cp_async_16(u32 smem, const void* global, u32 bytes, At at = At::current()) {
+  emulator::cp_async(smem, global, 16, bytes, at);
+}
+inline void cp_async_commit_group(At at = At::current()) { emulator::cp_async_commit_group(at); }
+template <i32 kPending>
+void cp_async_wait_group(At at = At::current()) {
+  emulator::cp_async_wait_group(kPending, at);
+}
+inline void ldmatrix_x4(u32 (&fragment)[4], u32 addr, At at = At::current()) {
+  emulator::ldmatrix(fragment, 4, addr, at);
+}
+inline void ldmatrix_x2(u32 (&fragment)[2], u32 addr, At at = At::current()) {
+  emulator::ldmatrix(fragment, 2, addr, at);
+}
+inline void mma_m16n8k32_e4m3(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
+                              At at = At::current()) {
+  emulator::mma_m16n8k32_e4m3(d, a, b, at);
+}
+
+}  // namespace deep_kernels::ptx

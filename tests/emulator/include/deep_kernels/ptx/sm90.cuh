@@ -1,0 +1,98 @@
+// The emulator's ptx/sm90.cuh: Hopper's instructions, done by a host program.
+#pragma once
+
+#include "deep_kernels/ptx/base.cuh"
+
+namespace deep_kernels::ptx {
+
+// Here a tensor map is its plain description. It counts how often it was copied: the instructions
+// take parameters of the kernel alone, which are copies of what the host has given.
+struct alignas(64) TensorMap {
+  MapDescription description;
+  u8 copies;
+
+  TensorMap() = default;
+  TensorMap(const TensorMap& other)
+      : description(other.description), copies(static_cast<u8>(other.copies + 1)) {}
+  bool is_parameter() const { return copies == 1; }
+};
+static_assert(sizeof(TensorMap) == 128);
+
+// --- mbarrier -----------------------------------------------------------------------------------
+
+inline void mbarrier_init(u32 barrier, u32 arrivals, At at = At::current()) {
+  emulator::mbarrier_init(barrier, arrivals, at);
+}
+inline void fence_mbarrier_init(At at = At::current()) { emulator::fence_mbarrier_init(at); }
+inline void mbarrier_arrive(u32 barrier, At at = At::current()) {
+  emulator::mbarrier_arrive(barrier, 0, at);
+}
+inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes, At at = At::current()) {
+  emulator::mbarrier_arrive(barrier, bytes, at);
+}
+inline void mbarrier_wait(u32 barrier, u32 parity, At at = At::current()) {
+  emulator::mbarrier_wait(barrier, parity, at);
+}
+inline void fence_proxy_async(At at = At::current()) { emulator::fence_proxy_async(at); }
+
+// --- TMA ----------------------------------------------------------------------------------------
+
+inline void prefetch_tensor_map(const TensorMap& map, At at = At::current()) {
+  emulator::prefetch_map(map.description, map.is_parameter(), at);
+}
+inline void tma_load_1d(u32 smem, const TensorMap& map, u32 barrier, i32 x, At at = At::current()) {
+  const i32 coordinates[] = {x};
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 1, coordinates, at);
+}
+inline void tma_load_2d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y,
+                        At at = At::current()) {
+  const i32 coordinates[] = {x, y};
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 2, coordinates, at);
+}
+inline void tma_load_3d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z,
+                        At at = At::current()) {
+  const i32 coordinates[] = {x, y, z};
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 3, coordinates, at);
+}
+
+inline void tma_load_4d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z, i32 w,
+                        At at = At::current()) {
+  const i32 coordinates[] = {x, y, z, w};
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 4, coordinates, at);
+}
+inline void tma_load_5d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z, i32 w,
+                        i32 v, At at = At::current()) {
+  const i32 coordinates[] = {x, y, z, w, v};
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 5, coordinates, at);
+}
+
+// --- wgmma --------------------------------------------------------------------------------------
+
+inline void wgmma_fence(At at = At::current()) { emulator::meet(Meeting::wgmma_fence, 0, 0, at); }
+inline void wgmma_commit_group(At at = At::current()) {
+  emulator::meet(Meeting::wgmma_commit, 0, 0, at);
+}
+template <i32 kPending>
+void wgmma_wait_group(float (&d)[64], At at = At::current()) {
+  emulator::wgmma_wait_group(kPending, at);
+  emulator::wgmma_ready(d, 64, at);
+}
+inline void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumulate,
+                                  At at = At::current()) {
+  emulator::wgmma_e4m3(d, a, b, 128, accumulate, at);
+}
+
+// --- dependent launch, registers ----------------------------------------------------------------
+
+inline void grid_dependency_wait(At at = At::current()) { emulator::grid_dependency_wait(at); }
+
+template <i32 kRegisters>
+void set_max_registers_up(At at = At::current()) {
+  emulator::set_max_registers(kRegisters, true, at);
+}
+template <i32 kRegisters>
+void set_max_registers_down(At at = At::current()) {
+  emulator::set_max_registers(kRegisters, false, at);
+}
+
+}  // namespace deep_kernels::ptx

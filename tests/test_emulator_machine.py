@@ -1,0 +1,537 @@
+"""The emulator's own parts: arithmetic, copies, layouts, and every check by a kernel of a few lines."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from fractions import Fraction
+
+import pytest
+import torch
+from emulator import CompilerMissing, Emulator, EmulatorError, build
+from emulator.cases import e4m3_values, hash_bits
+from emulator.driver import SANITIZED_FLAGS, core
+from emulator.memory import guarded
+from emulator.mini import Map, run_kernel
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler() -> None:
+    try:
+        build.compiler()
+    except CompilerMissing as missing:
+        pytest.skip(str(missing))
+
+
+# --- arithmetic of the tensor cores, against the rule in exact rational numbers ---------------------------------------
+
+
+def e4m3_parts(code: int) -> tuple[Fraction, int] | None:
+    """Value and exponent as the adder sees it; None for NaN."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return None
+    significand = Fraction(mantissa + (8 if exponent else 0), 8)
+    exponent = max(exponent, 1) - 7
+    return significand * Fraction(2) ** exponent * (-1 if code & 128 else 1), exponent
+
+
+def f32_parts(value: float) -> tuple[Fraction, int]:
+    return Fraction(value), max(math.frexp(value)[1] - 1, -126)
+
+
+def cut(value: Fraction, grid: Fraction) -> Fraction:
+    """Toward zero to a multiple of the grid."""
+    whole = abs(value) // grid
+    return whole * grid * (-1 if value < 0 else 1)
+
+
+def fused(a: list[int], b: list[int], c: float, low: int, fraction: int) -> float:
+    """One step of the tensor core: c + sum of a * b, cut as the notes on the rule say."""
+    pairs = [(e4m3_parts(x), e4m3_parts(y)) for x, y in zip(a, b, strict=True)]
+    if math.isnan(c) or any(x is None or y is None for x, y in pairs):
+        return math.nan
+    terms = [(x[0] * y[0], x[1] + y[1]) for x, y in pairs if x and y and x[0] * y[0]]
+    if c:
+        terms.append(f32_parts(c))
+    top = max([-133, *(exponent for _, exponent in terms)])
+    total = sum((cut(value, Fraction(2) ** (top - low)) for value, _ in terms), Fraction(0))
+    if total == 0:
+        return 0.0
+    exponent = max(-126, (abs(total).numerator.bit_length() - abs(total).denominator.bit_length()))
+    while Fraction(2) ** exponent > abs(total) and exponent > -126:
+        exponent -= 1
+    result = cut(total, Fraction(2) ** (exponent - fraction))
+    if abs(result) >= Fraction(2) ** 128:
+        return math.copysign(math.inf, result)
+    return float(result)
+
+
+def same_bits(found: Tensor, wanted: list[float]) -> None:
+    expected = torch.tensor(wanted, dtype=torch.float32)
+    nan = torch.isnan(expected)
+    assert torch.equal(torch.isnan(found), nan)
+    assert bool((found.view(torch.int32)[nan] == 0x7FFFFFFF).all())
+    assert torch.equal(found[~nan].view(torch.int32), expected[~nan].view(torch.int32))
+
+
+def operands(family: str, seed: int, rows: int, count: int) -> Tensor:
+    """uint8 codes [rows, count]."""
+    bits = hash_bits(seed, rows, count)
+    if family == "any":
+        codes = bits % 256
+        codes = torch.where(codes % 128 == 127, codes - 1, codes)
+    elif family == "nan":
+        codes = torch.where(bits % 64 == 0, torch.tensor(0x7F), bits >> 8 & 0xFF)
+    elif family == "subnormal":
+        codes = bits % 16 | (bits >> 8 & 128)
+    elif family == "sparse":
+        codes = torch.where(bits % 8 == 0, bits >> 8 & 0xF7, bits & 128)
+    elif family == "powers":
+        codes = (bits % 15) << 3 | (bits >> 8 & 128)
+    else:  # narrow: nearly equal exponents, so that much cancels
+        codes = (6 + bits % 3) << 3 | (bits >> 4 & 7) | (bits >> 8 & 128)
+    return codes.to(torch.uint8)
+
+
+FAMILIES = ("any", "nan", "subnormal", "sparse", "powers", "narrow")
+
+
+def accumulators(family: str, seed: int, rows: int, columns: int) -> Tensor:
+    draw = hash_bits(seed, rows, columns)
+    value = ((draw % 65537) - 32768).to(torch.float32) * 2.0 ** (draw % 50 - 40).to(torch.float32)
+    if family == "subnormal":
+        value = value * 2.0**-100
+    return torch.where(draw % 5 == 0, torch.zeros(()), value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wgmma_e4m3_is_exact(family: str) -> None:
+    rows, columns, count = 13, 24, 64
+    a, b = operands(family, 1, rows, count), operands(family, 2, columns, count)
+    c = accumulators(family, 3, rows, columns)
+    c[0, :4] = torch.tensor([math.nan, 3e38, -3e38, 2.0**-149])
+    d = torch.empty(rows, columns)
+    core().dk_emulator_wgmma_e4m3(
+        rows, columns, count, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, c, d))
+    )
+    left, right = a.tolist(), b.tolist()
+    wanted = []
+    for i in range(rows):
+        for j in range(columns):
+            value = float(c[i, j])
+            for k in range(0, count, 32):
+                value = fused(left[i][k : k + 32], right[j][k : k + 32], value, 13, 13)
+            wanted.append(value)
+    same_bits(d.flatten(), wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mma_sync_e4m3_is_exact(family: str) -> None:
+    for seed in range(4):
+        a, b = operands(family, 10 + seed, 16, 32), operands(family, 20 + seed, 8, 32)
+        c, d = accumulators(family, 30 + seed, 16, 8), torch.empty(16, 8)
+        core().dk_emulator_mma_e4m3(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, c, d)))
+        left, right = a.tolist(), b.tolist()
+        halves = [[k for k in range(32) if k % 4 // 2 == half] for half in (0, 1)]
+        wanted = []
+        for i in range(16):
+            for j in range(8):
+                value = 0.0
+                for half in halves:
+                    value = fused([left[i][k] for k in half], [right[j][k] for k in half], value, 25, 23)
+                wanted.append(float(torch.tensor(value, dtype=torch.float32) + c[i, j]))
+        same_bits(d.flatten(), wanted)
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------
+
+
+def test_f16_to_f32() -> None:
+    codes = torch.arange(1 << 16).to(torch.int16)
+    found = torch.empty(1 << 16)
+    run_kernel(
+        """for (i32 i = thread; i < 65536; i += 32) {
+          const u16 code = ptx::load_global(reinterpret_cast<const u16*>(in0) + i);
+          ptx::store_global(reinterpret_cast<float*>(out0) + i, ptx::float_of_f16(code));
+        }""",
+        inputs=[codes], outputs=[found],
+    )  # fmt: skip
+    wanted = codes.view(torch.float16).float()
+    nan = torch.isnan(wanted)
+    assert torch.equal(found[~nan].view(torch.int32), wanted[~nan].view(torch.int32))
+    assert bool((found[nan].view(torch.int32) == 0x7FFFFFFF).all())
+
+
+def test_f32_to_bf16_and_saturation() -> None:
+    codes = hash_bits(5, 1 << 15) << 1 | hash_bits(6, 1 << 15) % 2
+    codes[:8] = torch.tensor([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0x3F808000, 0x3F818000, 0x7F7FFFFF])
+    values = codes.to(torch.uint32).view(torch.float32)
+    rounded, clamped = torch.empty(1 << 15, dtype=torch.int16), torch.empty(1 << 15)
+    run_kernel(
+        """for (i32 i = thread; i < 32768; i += 32) {
+          const float value = ptx::load_global(reinterpret_cast<const float*>(in0) + i);
+          ptx::store_global(reinterpret_cast<u16*>(out0) + i, ptx::bf16_of(value));
+          ptx::store_global(reinterpret_cast<float*>(out1) + i, ptx::mul_sat(value, 0.5f));
+        }""",
+        inputs=[values], outputs=[rounded, clamped],
+    )  # fmt: skip
+    nan = torch.isnan(values)
+    assert torch.equal(rounded[~nan], values[~nan].bfloat16().view(torch.int16))
+    assert bool((rounded[nan] == 0x7FFF).all())
+    wanted = torch.where(nan, torch.zeros(()), (values * 0.5).clamp(0, 1))
+    assert torch.equal(clamped.view(torch.int32), wanted.abs().view(torch.int32))
+
+
+# --- TMA and descriptors ----------------------------------------------------------------------------------------------
+
+LOAD_ALL = """
+  if (thread == 0) {
+    ptx::mbarrier_init(kBase + 60000, 1);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::sync_threads();
+  if (thread == 0) {
+    ptx::mbarrier_arrive_expect_tx(kBase + 60000, %(bytes)d);
+    ptx::tma_load_%(rank)dd(kBase + %(at)d, maps.map[0], kBase + 60000, %(coordinates)s);
+  }
+  ptx::mbarrier_wait(kBase + 60000, 0);
+  for (i32 i = thread; i < %(bytes)d / 4; i += 32)
+    ptx::store_global(reinterpret_cast<i32*>(out0) + i, ptx::load_shared_i32(kBase + %(at)d + 4 * i));
+"""
+
+
+def box_of(tensor: Tensor, box: list[int], at: list[int]) -> Tensor:
+    """The box at a position, zeros where the tensor is not."""
+    for d, (size, first) in enumerate(zip(box, at, strict=True)):
+        index = torch.arange(first, first + size)
+        inside = (index >= 0) & (index < tensor.shape[d])
+        picked = tensor.index_select(d, index.clamp(0, tensor.shape[d] - 1))
+        shape = [1] * tensor.dim()
+        shape[d] = size
+        tensor = picked * inside.to(picked.dtype).reshape(shape)
+    return tensor
+
+
+def swizzle(flat: Tensor, address: int, span: int) -> Tensor:
+    """Where the bytes of a box land from `address` on: chunks of 16 change places inside lines of 128 bytes."""
+    if span == 0:
+        return flat
+    result = torch.empty_like(flat)
+    for offset in range(0, flat.numel(), 16):
+        place = address + offset
+        place ^= (place // 128 % (span // 16)) * 16
+        result[place - address : place - address + 16] = flat[offset : offset + 16]
+    return result
+
+
+@pytest.mark.parametrize("span", [0, 32, 64, 128])
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+def test_tma_loads_boxes(rank: int, span: int) -> None:
+    inner = span or 48
+    shape = [3, 4, 5, 9, 160][-rank:]
+    box = [2, 1, 3, 16, inner][-rank:]
+    tensor = (hash_bits(rank, *shape) % 255 + 1).to(torch.uint8)
+    count = math.prod(box)
+    for at in ([0] * rank, [1, 2, -1, -3, 128][-rank:], [-1, 3, 4, 5, -16][-rank:]):
+        for base in (0, 1024 + 128):
+            found = torch.zeros(count, dtype=torch.uint8)
+            text = LOAD_ALL % {
+                "bytes": count, "rank": rank, "at": base, "coordinates": ", ".join(str(x) for x in reversed(at)),
+            }  # fmt: skip
+            if base % 1024 and span:
+                continue  # where the pattern begins elsewhere a box leaves its own bytes
+            run_kernel(text, outputs=[found.view(torch.int32)], inputs=[tensor], maps=[Map(tensor, box, span)])
+            wanted = swizzle(box_of(tensor, box, at).flatten(), base, span)
+            assert torch.equal(found, wanted), (rank, span, at, base)
+
+
+WGMMA = """
+  if (thread == 0) {
+    ptx::mbarrier_init(kBase + 60000, 1);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::sync_threads();
+  if (thread == 0) {
+    ptx::mbarrier_arrive_expect_tx(kBase + 60000, (64 + 128) * %(span)d);
+    ptx::tma_load_2d(kBase, maps.map[0], kBase + 60000, 0, 0);
+    ptx::tma_load_2d(kBase + 64 * %(span)d, maps.map[1], kBase + 60000, 0, 0);
+  }
+  ptx::mbarrier_wait(kBase + 60000, 0);
+  using Descriptor = tile::KMajorDescriptor<%(span)d>;
+  float d[64];
+  ptx::wgmma_fence();
+  for (i32 k = 0; k < %(span)d / 32; ++k)
+    ptx::wgmma_m64n128k32_e4m3(d, Descriptor::make(Descriptor::low(kBase) + 2 * k),
+                               Descriptor::make(Descriptor::low(kBase + 64 * %(span)d) + 2 * k), k > 0);
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>(d);
+  for (i32 i = 0; i < 64; ++i) {
+    const i32 row = thread / 32 * 16 + lane / 4 + i / 2 %% 2 * 8;
+    const i32 column = i / 4 * 8 + lane %% 4 * 2 + i %% 2;
+    ptx::store_global(reinterpret_cast<float*>(out0) + row * 128 + column, d[i]);
+  }
+"""
+
+
+@pytest.mark.parametrize("span", [32, 64, 128])
+def test_wgmma_reads_what_tma_wrote(span: int) -> None:
+    a, b = e4m3_values(1, 64, span).view(torch.uint8), e4m3_values(2, 128, span).view(torch.uint8)
+    found, wanted = torch.zeros(64, 128), torch.empty(64, 128)
+    run_kernel(
+        WGMMA % {"span": span}, threads=128, inputs=[a, b], outputs=[found],
+        maps=[Map(a, [64, span], span), Map(b, [128, span], span)],
+    )  # fmt: skip
+    c = torch.zeros(64, 128)
+    core().dk_emulator_wgmma_e4m3(64, 128, span, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, c, wanted)))
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+# --- every check, by a kernel of a few lines --------------------------------------------------------------------------
+
+SETUP = """
+  const u32 barrier = kBase + 60000;
+  if (thread == 0) {
+    ptx::mbarrier_init(barrier, 1);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::sync_threads();
+"""
+# Rows of both operands by ordinary stores; no swizzle: 8 rows of 16 bytes are contiguous.
+FILL = """
+  for (i32 i = thread; i < 6144 / 4; i += 128) ptx::store_shared_i32(kBase + 4 * i, 0);
+"""
+PLAIN_WGMMA = """
+  const auto describe = [](u32 addr) {  // columns of 16 bytes 128 apart, groups of 8 rows 256
+    return static_cast<u64>(16) << 32 | static_cast<u64>(8) << 16 | addr >> 4;
+  };
+  float d[64] = {};
+  ptx::wgmma_fence();
+  ptx::wgmma_m64n128k32_e4m3(d, describe(kBase), describe(kBase + 2048), false);
+  ptx::wgmma_commit_group();
+"""
+WAIT_WGMMA = "  ptx::wgmma_wait_group<0>(d);\n"
+FENCE = "  ptx::fence_proxy_async();\n"
+SYNC = "  ptx::sync_threads();\n"
+
+# (name, body, options, kind, words); kind "" is a kernel that is right.
+CHECKS: list[tuple[str, str, dict[str, object], str, tuple[str, ...]]] = [
+    ("uninitialized", "ptx::load_shared_i32(kBase + 64);", {}, "uninitialized", ("smem+0x40", "warp 0")),
+    ("half initialized", "ptx::store_shared_i32(kBase + 8 * thread, 1); ptx::load_shared_i64(kBase + 8 * thread);", {},
+     "uninitialized", ("smem+0x",)),
+    ("load beyond the block's memory", "ptx::load_shared_i32(kBase + 65536);", {}, "bounds", ("65536 bytes",)),
+    ("load below it", "ptx::load_shared_i32(kBase - 4);", {}, "bounds", ("smem-4",)),
+    ("misaligned load", "ptx::load_shared_i64(kBase + 4);", {}, "alignment", ("multiple of 8",)),
+    ("write and read in two warps",
+     "if (thread == 0) ptx::store_shared_i32(kBase, 1);\n if (thread == 32) ptx::load_shared_i32(kBase);",
+     {"threads": 64}, "race", ("warp 0", "warp 1", "nothing orders")),
+    ("write and read with a barrier between",
+     "if (thread == 0) ptx::store_shared_i32(kBase, 1);\n ptx::sync_threads();\n ptx::load_shared_i32(kBase);",
+     {"threads": 64}, "", ()),
+    ("read and write in two warps",
+     "if (thread == 0) ptx::store_shared_i32(kBase, 1);\n ptx::sync_threads();\n"
+     "if (thread < 32) ptx::load_shared_i32(kBase);\n if (thread == 40) ptx::store_shared_i32(kBase, 2);",
+     {"threads": 64}, "race", ("writes", "reads")),
+    ("two writes",
+     "ptx::store_shared_i32(kBase, 1);", {}, "race", ("wrote",)),
+    ("a shuffle orders nothing",
+     "if (lane == 0) ptx::store_shared_i32(kBase, 1);\n ptx::shuffle_xor(lane, 1);\n ptx::load_shared_i32(kBase);",
+     {}, "race", ()),
+    ("sync_warp orders",
+     "if (lane == 0) ptx::store_shared_i32(kBase, 1);\n ptx::sync_warp();\n ptx::load_shared_i32(kBase);", {}, "", ()),
+    ("an mbarrier orders",
+     SETUP + "if (thread == 3) { ptx::store_shared_i32(kBase, 1); ptx::mbarrier_arrive(barrier); }\n"
+     "ptx::mbarrier_wait(barrier, 0); ptx::load_shared_i32(kBase);", {"threads": 64}, "", ()),
+    ("who has not waited knows nothing",
+     SETUP + "if (thread == 3) { ptx::store_shared_i32(kBase, 1); ptx::mbarrier_arrive(barrier); }\n"
+     "if (thread == 40) ptx::mbarrier_wait(barrier, 0);\n"
+     "if (thread > 40) { ptx::mbarrier_wait(barrier, 0); ptx::load_shared_i32(kBase); }\n"
+     "if (thread == 39) { ptx::mbarrier_arrive(barrier); ptx::load_shared_i32(kBase); }", {"threads": 64},
+     "race uninitialized deadlock", ()),
+    ("others of the warp have waited",
+     SETUP + "if (thread == 3) { ptx::store_shared_i32(kBase, 1); ptx::mbarrier_arrive(barrier); }\n"
+     "if (thread == 40) ptx::mbarrier_wait(barrier, 0);\n"
+     "ptx::sync_warp(); if (thread >= 32) ptx::load_shared_i32(kBase);", {"threads": 64}, "", ()),
+    ("wgmma after ordinary stores, no fence", FILL + SYNC + PLAIN_WGMMA + WAIT_WGMMA, {"threads": 128},
+     "proxy-fence", ("wgmma reads", "the store is at")),
+    ("wgmma after ordinary stores and a fence", FILL + FENCE + SYNC + PLAIN_WGMMA + WAIT_WGMMA, {"threads": 128},
+     "", ()),
+    ("the fence comes before the stores", FENCE + FILL + SYNC + PLAIN_WGMMA + WAIT_WGMMA, {"threads": 128},
+     "proxy-fence", ()),
+    ("no barrier before wgmma", FILL + FENCE + PLAIN_WGMMA + WAIT_WGMMA, {"threads": 128}, "race", ("wgmma reads",)),
+    ("wgmma of empty memory", SYNC + PLAIN_WGMMA + WAIT_WGMMA, {"threads": 128}, "uninitialized", ("wgmma",)),
+    ("wgmma that nobody waits for", FILL + FENCE + SYNC + PLAIN_WGMMA, {"threads": 128},
+     "exit", ("has not waited for its wgmma",)),
+    ("operand overwritten while wgmma reads it",
+     FILL + FENCE + SYNC + PLAIN_WGMMA + "ptx::store_shared_i32(kBase + 4 * thread, 1);" + WAIT_WGMMA,
+     {"threads": 128}, "pending-async", ("still reads", "read by")),
+    ("operand overwritten when only the own warp has waited",
+     FILL + FENCE + SYNC + PLAIN_WGMMA + WAIT_WGMMA
+     + "if (thread < 32) ptx::store_shared_i32(kBase + 2048 + 4 * lane, 1);",
+     {"threads": 128}, "race pending-async", ("wgmma of warp",)),
+    ("accumulator added while in flight",
+     FILL + FENCE + SYNC + PLAIN_WGMMA + "d[0] = ptx::fma(d[3], 2.0f, 1.0f);" + WAIT_WGMMA, {"threads": 128},
+     "accumulator", ("in flight",)),
+    ("accumulator stored while in flight",
+     FILL + FENCE + SYNC + PLAIN_WGMMA + "ptx::store_global(reinterpret_cast<float*>(out0) + thread, d[1] + 1.0f);"
+     + WAIT_WGMMA, {"threads": 128, "outputs": [torch.zeros(128)]}, "accumulator", ("in flight",)),
+    ("one warp of four leaves wgmma out",
+     FILL + FENCE + SYNC + "if (thread < 96) {" + PLAIN_WGMMA + WAIT_WGMMA + "}", {"threads": 128},
+     "deadlock", ("warps of its warpgroup have not issued",)),
+    ("descriptors that differ between warps",
+     FILL + FENCE + SYNC + PLAIN_WGMMA.replace("describe(kBase),", "describe(kBase + (thread < 64 ? 0 : 256)),")
+     + WAIT_WGMMA, {"threads": 128}, "divergence", ("different wgmma",)),
+    ("descriptors that differ between lanes",
+     FILL + FENCE + SYNC + PLAIN_WGMMA.replace("describe(kBase),", "describe(kBase + 256 * (lane / 31)),")
+     + WAIT_WGMMA, {"threads": 128}, "divergence", ("lanes 0 and 31",)),
+    ("descriptor with a base offset",
+     FILL + FENCE + SYNC + PLAIN_WGMMA.replace("describe(kBase),", "describe(kBase) | u64{1} << 49,") + WAIT_WGMMA,
+     {"threads": 128}, "descriptor", ("base offset",)),
+    ("descriptor that points outside",
+     FILL + FENCE + SYNC + PLAIN_WGMMA.replace("describe(kBase),", "describe(kBase + 65536),") + WAIT_WGMMA,
+     {"threads": 128}, "bounds", ("wgmma",)),
+    ("plain load of an mbarrier", SETUP + "ptx::load_shared_i64(barrier);", {}, "mbarrier", ("as data",)),
+    ("arrival where no mbarrier is", "ptx::mbarrier_arrive(kBase);", {}, "mbarrier", ("no mbarrier",)),
+    ("an mbarrier twice", SETUP + "if (thread == 0) ptx::mbarrier_init(barrier, 1);", {}, "mbarrier", ("again",)),
+    ("an mbarrier used before its initialisation is known",
+     "if (thread == 0) ptx::mbarrier_init(kBase, 1);\n if (thread == 33) ptx::mbarrier_arrive(kBase);",
+     {"threads": 64}, "race", ("initialised",)),
+    ("nobody arrives", SETUP + "ptx::mbarrier_wait(barrier, 0);", {}, "deadlock", ("0 of 1 arrivals", "parity 0")),
+    ("a named barrier that others enter with another count",
+     "ptx::barrier_sync(3, thread < 32 ? 64 : 96);", {"threads": 96}, "barrier", ("64", "96")),
+    ("a named barrier that one warp never reaches", "if (thread < 64) ptx::barrier_sync(2, 96);", {"threads": 96},
+     "deadlock", ("barrier 2: 64 of 96 threads",)),
+    ("sync_threads in a branch", "if (thread < 40) ptx::sync_threads();", {"threads": 64}, "divergence", ()),
+    ("lanes meet at two places",
+     "if (lane < 16) ptx::shuffle(lane, 0);\n else ptx::shuffle(lane, 0);", {}, "divergence", ("one place",)),
+    ("a lane ends before the others meet", "if (lane == 4) return;\n ptx::sync_warp();", {}, "divergence", ("end",)),
+    ("cp.async that nobody waits for", "ptx::cp_async_16(kBase + 16 * thread, in0, 16); ptx::cp_async_commit_group();",
+     {"inputs": [torch.zeros(16)]}, "exit", ("cp.async",)),
+    ("cp.async read before it is there",
+     "ptx::cp_async_16(kBase + 16 * thread, in0, 16); ptx::cp_async_commit_group();\n"
+     "ptx::load_shared_i32(kBase + 16 * thread);", {"inputs": [torch.zeros(16)]}, "pending-async", ("in flight",)),
+    ("cp.async of another thread",
+     "ptx::cp_async_16(kBase + 16 * thread, in0, 16); ptx::cp_async_commit_group(); ptx::cp_async_wait_group<0>();\n"
+     "ptx::load_shared_i32(kBase + 16 * (thread ^ 1));", {"inputs": [torch.zeros(16)]},
+     "race pending-async uninitialized", ()),
+    ("cp.async and a barrier",
+     "ptx::cp_async_16(kBase + 16 * thread, in0, 16); ptx::cp_async_commit_group(); ptx::cp_async_wait_group<0>();\n"
+     "ptx::sync_threads(); ptx::load_shared_i32(kBase + 16 * (thread ^ 1));", {"inputs": [torch.zeros(16)]}, "", ()),
+    ("cp.async past the end", "ptx::cp_async_16(kBase + 16 * thread, in0 + 64, 16);", {"inputs": [torch.zeros(16)]},
+     "bounds", ("in0 [16]", "past its last element")),
+    ("a row too far", "ptx::load_global(reinterpret_cast<const float*>(in0) + 3);",
+     {"inputs": [torch.zeros(4, 6)[:, :3]]}, "bounds", ("between its rows",)),
+    ("misaligned global load", "ptx::load_global(reinterpret_cast<const float*>(in0 + 2));",
+     {"inputs": [torch.zeros(4)]}, "alignment", ("multiple of 4",)),
+    ("store to an input", "ptx::store_global(reinterpret_cast<float*>(const_cast<u8*>(in0)) + thread, 1.0f);",
+     {"inputs": [torch.zeros(32)]}, "read-only", ("in0", "input")),
+    ("read-only load of an output", "ptx::load_global(reinterpret_cast<const float*>(out0));",
+     {"outputs": [torch.zeros(4)]}, "read-only", ("out0",)),
+    ("all threads store one element", "ptx::store_global(reinterpret_cast<float*>(out0), 1.0f);",
+     {"outputs": [torch.zeros(4)]}, "race", ("element 0 of out0",)),
+    ("two blocks store one element", "if (thread == 0) ptx::store_global(reinterpret_cast<float*>(out0), 1.0f);",
+     {"outputs": [torch.zeros(4)], "grid": 2}, "race", ("block 0",)),
+    ("a plain pointer into shared memory", "*static_cast<i32*>(static_cast<void*>(&ptx::dynamic_smem<u8>())) = 1;", {},
+     "direct-access", ("plain pointer",)),
+    ("a plain pointer past a tensor", "const_cast<volatile u8*>(in0)[64];", {"inputs": [guarded(torch.zeros(16))]},
+     "bounds", ("plain pointer",)),
+    ("a stack that overflows", "const volatile i32 depth = 1 << 20; dig(depth);",
+     {"prelude": "inline void dig(i32 n) { volatile char room[4096]; room[n % 4096] = 1; if (n > 0) dig(n - 1); "
+      "room[0] = 2; }"}, "stack", ("kStackBytes",)),
+    ("setmaxnreg that is no multiple of 8", "ptx::set_max_registers_down<100>();", {"threads": 128}, "registers", ()),
+    ("setmaxnreg of one warp only", "if (thread < 32) ptx::set_max_registers_down<40>();", {"threads": 128},
+     "registers", ("all warps",)),
+    ("registers that nobody gives up", "ptx::set_max_registers_up<240>();", {"threads": 512}, "deadlock",
+     ("registers",)),
+    ("registers that others give up",
+     "if (thread < 128) ptx::set_max_registers_up<152>();\n else ptx::set_max_registers_down<104>();",
+     {"threads": 256 + 256}, "", ()),
+    ("loads back what nobody wrote", "ptx::load_global_written(reinterpret_cast<const i32*>(out0) + thread);",
+     {"outputs": [torch.zeros(32)]}, "uninitialized", ("element", "out0")),
+    ("loads back what another lane wrote",
+     "ptx::store_global(reinterpret_cast<i32*>(out0) + thread, 1);\n"
+     "ptx::load_global_written(reinterpret_cast<const i32*>(out0) + (thread ^ 1));", {"outputs": [torch.zeros(32)]},
+     "race uninitialized", ("element", "out0")),
+    ("loads back what another lane wrote before they met",
+     "ptx::store_global(reinterpret_cast<i32*>(out0) + thread, 1);\nptx::sync_threads();\n"
+     "ptx::load_global_written(reinterpret_cast<const i32*>(out0) + (thread ^ 1));", {"outputs": [torch.zeros(32)]},
+     "", ()),
+    ("TMA from a column off a multiple of 16 bytes",
+     SETUP + "if (thread == 0) ptx::tma_load_1d(kBase, maps.map[0], barrier, 3);",
+     {"maps": [Map(torch.zeros(32), [32])]}, "tensor-map", ("coordinate 3", "multiple of 16")),
+    ("TMA into memory that was stored to, no fence",
+     SETUP + "ptx::store_shared_i32(kBase + 4 * thread, 1);\n" + SYNC + "if (thread == 0) {"
+     "ptx::mbarrier_arrive_expect_tx(barrier, 128); ptx::tma_load_1d(kBase, maps.map[0], barrier, 0); }\n"
+     "ptx::mbarrier_wait(barrier, 0);",
+     {"maps": [Map(torch.zeros(32), [32])]}, "proxy-fence", ("the store is at",)),
+    ("TMA to an address that is no multiple of 128",
+     SETUP + "if (thread == 0) ptx::tma_load_1d(kBase + 64, maps.map[0], barrier, 0);",
+     {"maps": [Map(torch.zeros(32), [32])]}, "alignment", ("128",)),
+    ("a block that ends before its copy",
+     SETUP + "if (thread == 0) { ptx::mbarrier_arrive_expect_tx(barrier, 256);"
+     "ptx::tma_load_1d(kBase, maps.map[0], barrier, 0); }",
+     {"maps": [Map(torch.zeros(32), [32])], "inputs": [torch.zeros(1)]}, "exit bounds", ()),
+    ("a tensor map that is no parameter",
+     "const ptx::TensorMap copy = maps.map[0];\n" + SETUP + "ptx::prefetch_tensor_map(copy);",
+     {"maps": [Map(torch.zeros(32), [32])]}, "tensor-map", ("not a parameter",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "options", "kind", "words"), [c[1:] for c in CHECKS], ids=[c[0] for c in CHECKS])
+@pytest.mark.parametrize("seed", [0, 5])
+def test_check(body: str, options: dict[str, object], kind: str, words: tuple[str, ...], seed: int) -> None:
+    if not kind:
+        run_kernel(body, emulator=Emulator(seed=seed), **options)
+        return
+    with pytest.raises(EmulatorError) as caught:
+        run_kernel(body, emulator=Emulator(seed=seed), **options)
+    assert caught.value.kind in kind.split(), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offset": 4}, "base"),
+        ({"strides": [200, 1]}, "stride 1 is 200 bytes"),
+        ({"box": [300, 16]}, "box dimension 1 is 300"),
+        ({"box": [4, 24]}, "24 bytes, must be a multiple of 16"),
+        ({"box": [4, 128], "swizzle": 64}, "128 bytes, more than the swizzle's 64"),
+    ],
+    ids=["base", "stride", "box", "inner", "swizzle"],
+)
+def test_tensor_maps_that_the_driver_refuses(options: dict[str, object], words: str) -> None:
+    tensor = torch.zeros(16, 256, dtype=torch.uint8)
+    given = Map(tensor, **{"box": [4, 64], **options})
+    with pytest.raises(EmulatorError, match="tensor-map") as caught:
+        run_kernel("ptx::prefetch_tensor_map(maps.map[0]);", inputs=[tensor], maps=[given])
+    assert words in str(caught.value)
+
+
+def test_undefined_behaviour_stops_a_sanitized_build() -> None:
+    body = "const volatile i32 large = 2147483647;\n const volatile i32 sum = large + thread;\n static_cast<void>(sum);"
+    run_kernel(body)
+    with pytest.raises(EmulatorError, match="trap: mini: undefined behaviour"):
+        run_kernel(body, emulator=Emulator(flags=SANITIZED_FLAGS))
+
+
+def test_every_function_of_ptx_has_its_double() -> None:
+    """Names and the number of parameters, up to the place that the emulator's take in addition."""
+
+    def functions(folder: str, pattern: str) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for path in sorted((build.ROOT / folder / "deep_kernels" / "ptx").glob("*.cuh")):
+            text = re.sub(r"//.*", "", path.read_text())
+            for name, parameters in re.findall(pattern + r"[\w:&<> ]*?(\w+)\(((?:[^()]|\([^()]*\))*)\)\s*\{", text):
+                parameters = re.sub(r",?\s*At at = At::current\(\)", "", parameters)
+                found.setdefault(name, set()).add(parameters.count(",") + 1 if parameters.strip() else 0)
+        return found
+
+    ours = functions("tests/emulator/include", r"(?:inline|template <[^>]*>\s*\n)\s*")
+    theirs = functions("deep_kernels/include", r"DK_DEVICE ")
+    assert len(theirs) > 50
+    for name, counts in theirs.items():
+        assert counts <= ours.get(name, set()), f"the emulator's ptx/ lacks {name} with {counts} parameters"
