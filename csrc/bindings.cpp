@@ -9,6 +9,7 @@
 #include "ops/registry.h"
 #include "python_args.h"
 #include "python_emulator.h"
+#include "python_lock.h"
 #include "runtime/cache.h"
 #include "runtime/driver.h"
 #include "runtime/errors.h"
@@ -109,7 +110,7 @@ py::object mqa_logits_eager(py::handle q_pair, py::handle kv_pair, py::handle we
   const int64_t max_seqlen_k = args.integer("max_seqlen_k", max_seqlen_arg);
   Tensor result;
   {
-    const py::gil_scoped_release unlocked;
+    const PythonUnlocked unlocked;
     result = mqa_logits({q, q_scale, kv, kv_scale, weights, start, end, clean, max_seqlen_k, dtype,
                          schedule, reduction, arch},
                         out);
@@ -129,7 +130,7 @@ py::object mqa_metadata_eager(py::handle start_arg, py::handle end_arg, py::hand
   const int64_t num_heads = args.integer("num_heads", num_heads_arg);
   Tensor result;
   {
-    const py::gil_scoped_release unlocked;
+    const PythonUnlocked unlocked;
     result = mqa_logits_metadata(start, end, num_kv, num_heads, arch);
   }
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result)));
@@ -158,7 +159,7 @@ py::list prepare(const std::string& op, const std::optional<std::string>& arch, 
                  std::optional<int> capability) {
   std::vector<BuildReport> reports;
   {
-    const py::gil_scoped_release unlocked;
+    const PythonUnlocked unlocked;
     reports = registry::prepare(op, arch, fields, capability);
   }
   return to_python(reports);
@@ -170,7 +171,7 @@ py::list legal_specs(const std::string& arch) {
     auto build = [make = std::move(spec.build)] {
       BuildReport report;
       {
-        const py::gil_scoped_release unlocked;
+        const PythonUnlocked unlocked;
         report = make();
       }
       return to_python(report);
@@ -200,7 +201,7 @@ py::list names_of(const std::vector<std::filesystem::path>& files) {
 
 CompileResult compile(const std::string& source, const std::vector<std::string>& options,
                       Output output) {
-  const py::gil_scoped_release unlocked;
+  const PythonUnlocked unlocked;
   return Nvrtc::get().compile("source.cu", source, include_tree().headers, options, output);
 }
 
@@ -215,7 +216,7 @@ py::tuple compile_to_ptx(const std::string& source, const std::vector<std::strin
 }
 
 void warn_in_python(const std::string& text) {
-  const py::gil_scoped_acquire locked;
+  const PythonLocked locked;
   // A warning turned into an error has no caller to go to here: it is printed.
   if (PyErr_WarnFormat(PyExc_RuntimeWarning, 2, "%s", text.c_str()) < 0)
     PyErr_WriteUnraisable(nullptr);
@@ -256,7 +257,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("get_mqa_logits_metadata", mqa_metadata_eager);
 
   m.def("ops", registry::ops);
-  m.def("supported", registry::supported, py::call_guard<py::gil_scoped_release>());
+  m.def("supported", registry::supported, py::call_guard<PythonUnlocked>());
   m.def("prepare", prepare);
   m.def("legal_specs", legal_specs);
   m.def("known_targets", known_targets);

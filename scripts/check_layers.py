@@ -75,7 +75,10 @@ LAYERS = (
     Layer(
         "bindings",
         "csrc",
-        ("ops/", "runtime/", "python_args.h", "python_emulator.h", "fmt/", "pybind11/", "Python.h", *TORCH, "<std>"),
+        (
+            *("ops/", "runtime/", "python_args.h", "python_emulator.h", "python_lock.h"),
+            *("fmt/", "pybind11/", "Python.h", "cxxabi.h", *TORCH, "<std>"),
+        ),
         is_deep=False,
     ),
 )
