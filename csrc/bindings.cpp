@@ -101,11 +101,12 @@ py::object mqa_logits_eager(py::handle q_pair, py::handle kv_pair, py::handle we
   const Tensor& start = args.tensor("cu_seq_len_k_start", start_arg);
   const Tensor& end = args.tensor("cu_seq_len_k_end", end_arg);
   const OptionalTensor schedule = args.optional_tensor("schedule_meta", schedule_arg);
-  const OptionalTensor out = args.optional_tensor("out", out_arg);
+  const OptionalTensor out = args.out("out", out_arg);
   const bool clean = args.boolean("clean_logits", clean_arg);
   const std::string reduction = args.text("reduction", reduction_arg);
   const at::ScalarType dtype = args.dtype("logits_dtype", dtype_arg);
   const std::optional<std::string> arch = args.optional_text("arch", arch_arg);
+  args.require_integer("max_seqlen_k", max_seqlen_arg);
   if (!args.is_plain()) return not_plain();
   const int64_t max_seqlen_k = args.integer("max_seqlen_k", max_seqlen_arg);
   Tensor result;
@@ -125,6 +126,8 @@ py::object mqa_metadata_eager(py::handle start_arg, py::handle end_arg, py::hand
   const Tensor& start = args.tensor("cu_seq_len_k_start", start_arg);
   const Tensor& end = args.tensor("cu_seq_len_k_end", end_arg);
   const std::optional<std::string> arch = args.optional_text("arch", arch_arg);
+  args.require_integer("num_kv_tokens", num_kv_arg);
+  args.require_integer("num_heads", num_heads_arg);
   if (!args.is_plain()) return not_plain();
   const int64_t num_kv = args.integer("num_kv_tokens", num_kv_arg);
   const int64_t num_heads = args.integer("num_heads", num_heads_arg);

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
 #include "cpu/mqa_logits.h"
@@ -70,8 +71,8 @@ Problem check_inputs(const MqaLogitsCall& call) {
   const Dtypes e2m1 = {at::kChar, at::kByte, at::kFloat4_e2m1fn_x2};
   require(kOp, "q", call.q, packed ? e2m1 : e4m3, {{"num_q", -1}, {"num_heads", -1}, {last, -1}});
   p.num_q = to_i32(kOp, "num_q", call.q.size(0));
-  p.num_heads = call.q.size(1);
-  p.head_dim = call.q.size(2) * (packed ? 2 : 1);
+  p.num_heads = to_i32(kOp, "num_heads", call.q.size(1));
+  p.head_dim = to_i32(kOp, "head_dim", call.q.size(2)) * int64_t{packed ? 2 : 1};
   require(kOp, "kv", call.kv, packed ? e2m1 : e4m3, {{"num_kv", -1}, {last, call.q.size(2)}});
   p.num_kv = to_i32(kOp, "num_kv", call.kv.size(0));
   check_scales(call, p);
@@ -121,9 +122,14 @@ at::Tensor check_out(const MqaLogitsCall& call, const Problem& p, const at::Tens
   require_no_grad(kOp, "out", out);
   require_rows(kOp, "out", out);
   require_separate_rows(kOp, out);
+  if (out.is_inference() && !c10::InferenceMode::is_enabled())
+    throw ValueError(fmt::format(
+        "{}: out must not be an inference tensor outside of torch.inference_mode()", kOp));
   for_each_input(call, [&](const char* name, const at::Tensor& input) {
     require_no_overlap(kOp, out, name, input);
   });
+  // As torch's own functions do that write in place: autograd notices what it saved has changed.
+  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
   return out;
 }
 
@@ -170,7 +176,7 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::T
 MqaLogitsCase case_of(const MqaLogitsCall& call, const Problem& p) {
   return {.format = p.format,
           .num_heads = static_cast<int>(p.num_heads),
-          .head_dim = static_cast<int>(p.head_dim),
+          .head_dim = static_cast<int>(std::min<int64_t>(p.head_dim, 1 << 30)),
           .weights_dtype = contract_dtype(call.weights.scalar_type()),
           .logits_dtype = contract_dtype(call.logits_dtype),
           .clean = call.clean,
