@@ -9,6 +9,7 @@
 #include "ops/registry.h"
 #include "python_args.h"
 #include "python_emulator.h"
+#include "python_lock.h"
 #include "runtime/cache.h"
 #include "runtime/driver.h"
 #include "runtime/errors.h"
@@ -100,16 +101,17 @@ py::object mqa_logits_eager(py::handle q_pair, py::handle kv_pair, py::handle we
   const Tensor& start = args.tensor("cu_seq_len_k_start", start_arg);
   const Tensor& end = args.tensor("cu_seq_len_k_end", end_arg);
   const OptionalTensor schedule = args.optional_tensor("schedule_meta", schedule_arg);
-  const OptionalTensor out = args.optional_tensor("out", out_arg);
+  const OptionalTensor out = args.out("out", out_arg);
   const bool clean = args.boolean("clean_logits", clean_arg);
   const std::string reduction = args.text("reduction", reduction_arg);
   const at::ScalarType dtype = args.dtype("logits_dtype", dtype_arg);
   const std::optional<std::string> arch = args.optional_text("arch", arch_arg);
+  args.require_integer("max_seqlen_k", max_seqlen_arg);
   if (!args.is_plain()) return not_plain();
   const int64_t max_seqlen_k = args.integer("max_seqlen_k", max_seqlen_arg);
   Tensor result;
   {
-    const py::gil_scoped_release unlocked;
+    const PythonUnlocked unlocked;
     result = mqa_logits({q, q_scale, kv, kv_scale, weights, start, end, clean, max_seqlen_k, dtype,
                          schedule, reduction, arch},
                         out);
@@ -124,12 +126,14 @@ py::object mqa_metadata_eager(py::handle start_arg, py::handle end_arg, py::hand
   const Tensor& start = args.tensor("cu_seq_len_k_start", start_arg);
   const Tensor& end = args.tensor("cu_seq_len_k_end", end_arg);
   const std::optional<std::string> arch = args.optional_text("arch", arch_arg);
+  args.require_integer("num_kv_tokens", num_kv_arg);
+  args.require_integer("num_heads", num_heads_arg);
   if (!args.is_plain()) return not_plain();
   const int64_t num_kv = args.integer("num_kv_tokens", num_kv_arg);
   const int64_t num_heads = args.integer("num_heads", num_heads_arg);
   Tensor result;
   {
-    const py::gil_scoped_release unlocked;
+    const PythonUnlocked unlocked;
     result = mqa_logits_metadata(start, end, num_kv, num_heads, arch);
   }
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result)));
@@ -158,7 +162,7 @@ py::list prepare(const std::string& op, const std::optional<std::string>& arch, 
                  std::optional<int> capability) {
   std::vector<BuildReport> reports;
   {
-    const py::gil_scoped_release unlocked;
+    const PythonUnlocked unlocked;
     reports = registry::prepare(op, arch, fields, capability);
   }
   return to_python(reports);
@@ -170,7 +174,7 @@ py::list legal_specs(const std::string& arch) {
     auto build = [make = std::move(spec.build)] {
       BuildReport report;
       {
-        const py::gil_scoped_release unlocked;
+        const PythonUnlocked unlocked;
         report = make();
       }
       return to_python(report);
@@ -200,7 +204,7 @@ py::list names_of(const std::vector<std::filesystem::path>& files) {
 
 CompileResult compile(const std::string& source, const std::vector<std::string>& options,
                       Output output) {
-  const py::gil_scoped_release unlocked;
+  const PythonUnlocked unlocked;
   return Nvrtc::get().compile("source.cu", source, include_tree().headers, options, output);
 }
 
@@ -215,7 +219,7 @@ py::tuple compile_to_ptx(const std::string& source, const std::vector<std::strin
 }
 
 void warn_in_python(const std::string& text) {
-  const py::gil_scoped_acquire locked;
+  const PythonLocked locked;
   // A warning turned into an error has no caller to go to here: it is printed.
   if (PyErr_WarnFormat(PyExc_RuntimeWarning, 2, "%s", text.c_str()) < 0)
     PyErr_WriteUnraisable(nullptr);
@@ -256,7 +260,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("get_mqa_logits_metadata", mqa_metadata_eager);
 
   m.def("ops", registry::ops);
-  m.def("supported", registry::supported, py::call_guard<py::gil_scoped_release>());
+  m.def("supported", registry::supported, py::call_guard<PythonUnlocked>());
   m.def("prepare", prepare);
   m.def("legal_specs", legal_specs);
   m.def("known_targets", known_targets);
@@ -296,11 +300,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("read_entry", read_entry);
   m.def("clear_cache", [](const std::filesystem::path& folder) { return cache::clear(folder); });
   m.def("compile_options", [](const std::string& target) {
-    return store::compile_options(resolve_arch("compile", target, std::nullopt).target);
+    return compile_options(resolve_arch("compile", target, std::nullopt).target);
   });
   m.def("compile_text", compile_text);
   m.def("compile_to_ptx", compile_to_ptx);
-  m.def("include_digest", store::include_digest, py::call_guard<py::gil_scoped_release>());
+  m.def("include_digest", [] { return include_tree().digest; });
   m.def("nvrtc", [] {
     const Nvrtc& nvrtc = Nvrtc::get();
     return py::make_tuple(to_text(nvrtc.path()), nvrtc.version());

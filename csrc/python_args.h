@@ -58,6 +58,19 @@ class PythonArgs {
                                    std::string(py::str(value))));
     return result;
   }
+  // An int, also one that is being traced, before the dispatcher would answer with its schema.
+  void require_integer(const char* name, py::handle value) const {
+    const bool traced = std::string_view(Py_TYPE(value.ptr())->tp_name).ends_with("SymInt");
+    if (!traced) integer(name, value);
+  }
+  // Memory that an op may write: a conjugated or negated view would have to be resolved first.
+  std::optional<at::Tensor> out(const char* name, py::handle value) {
+    const std::optional<at::Tensor> result = optional_tensor(name, value);
+    if (result && (result->is_neg() || result->is_conj()))
+      throw ValueError(fmt::format(
+          "{}: {} must be plain memory, got a view that is conjugated or negated", op_, name));
+    return result;
+  }
   at::ScalarType dtype(const char* name, py::handle value) const {
     if (!THPDtype_Check(value.ptr())) refuse(name, "a torch.dtype", value);
     return reinterpret_cast<THPDtype*>(value.ptr())->scalar_type;

@@ -185,15 +185,11 @@ def get_paged_mqa_logits_metadata(
 # --- fake versions: every output shape is a function of input shapes alone -------------------------------
 
 
-def _refuse_grad(op: str, **inputs: Tensor | None) -> None:
-    if not torch.is_grad_enabled():
-        return
+def _refuse_other_devices(op: str, device: torch.device, **inputs: Tensor | None) -> None:
+    """Meta tensors win the dispatch over any other: without this, mixing them in would leave memory unwritten."""
     for name, tensor in inputs.items():
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(
-                f"{op}: {name} requires grad, but the op is forward only: call it under torch.no_grad() or "
-                "detach the input"
-            )
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {tensor.device}")
 
 
 def _fake_mqa_logits(
@@ -211,7 +207,10 @@ def _fake_mqa_logits(
     reduction: str = "exact",
     arch: str | None = None,
 ) -> Tensor:
-    _refuse_grad("fp8_fp4_mqa_logits", weights=weights, kv_scale=kv_scale)
+    _refuse_other_devices(
+        "fp8_fp4_mqa_logits", q.device, q_scale=q_scale, kv=kv, kv_scale=kv_scale, weights=weights,
+        cu_seq_len_k_start=cu_seq_len_k_start, cu_seq_len_k_end=cu_seq_len_k_end, schedule_meta=schedule_meta,
+    )  # fmt: skip
     width = kv.shape[0] if max_seqlen_k == 0 else max_seqlen_k
     per_unit = _ROW_ALIGN_BYTES // logits_dtype.itemsize
     stride = (width + per_unit - 1) // per_unit * per_unit
@@ -234,7 +233,10 @@ def _fake_mqa_logits_out(
     arch: str | None,
     out: Tensor,
 ) -> None:
-    _refuse_grad("fp8_fp4_mqa_logits", weights=weights, kv_scale=kv_scale, out=out)
+    _refuse_other_devices(
+        "fp8_fp4_mqa_logits", q.device, q_scale=q_scale, kv=kv, kv_scale=kv_scale, weights=weights,
+        cu_seq_len_k_start=cu_seq_len_k_start, cu_seq_len_k_end=cu_seq_len_k_end, schedule_meta=schedule_meta, out=out,
+    )  # fmt: skip
 
 
 def _fake_mqa_logits_metadata(
@@ -245,6 +247,7 @@ def _fake_mqa_logits_metadata(
     arch: str | None = None,
 ) -> Tensor:
     device = cu_seq_len_k_start.device
+    _refuse_other_devices("get_mqa_logits_metadata", device, cu_seq_len_k_end=cu_seq_len_k_end)
     num_sms = _C.num_sms() or 1
     if device.type == "cuda":
         num_sms = _runtime.get_num_sms()

@@ -98,7 +98,7 @@ def collect(arch: str, only: Sequence[str] = (), subset: str | None = None) -> l
 def problems_of(about: Mapping[str, Any], num_wgmma: int | None) -> list[str]:
     """What is wrong with an entry; `num_wgmma` as counted in its machine code, None if nothing could count."""
     found = []
-    spilled = max(about["spill_store_bytes"], about["spill_load_bytes"])
+    spilled = max(about["spill_store_bytes"], about["spill_load_bytes"])  # what is stored is what is loaded again
     if spilled > about["spill_limit_bytes"]:
         found.append(f"spills {spilled} bytes, {about['spill_limit_bytes']} are allowed")
     if about["wgmma_serialized"]:

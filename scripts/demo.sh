@@ -4,5 +4,5 @@
 set -euo pipefail
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 python=$("$here/setup.sh" --no-tests --print-python)
-[ $# -gt 0 ] || set -- "how do I catch several exceptions"
+[ $# -gt 0 ] || set -- "how to catch an exception and clean up with finally"
 exec "$python" -m deep_kernels demo "$@"

@@ -1,7 +1,6 @@
-/* An NVRTC that hands everything to a real one and can be slow, noted, and of another version. It holds one lock
- * while it compiles, as the real one does in parts: a child forked meanwhile could never take it.
- *   SHIM_NVRTC    the real library
- *   SHIM_VERSION  "12.9": what nvrtcVersion says
+/* An NVRTC that hands everything to a real one and can be slow, noted, and of another version. It
+ * holds one lock while it compiles, as the real one does in parts: a child forked meanwhile could
+ * never take it. SHIM_NVRTC    the real library SHIM_VERSION  "12.9": what nvrtcVersion says
  *   SHIM_SLEEP    milliseconds that a compilation takes longer
  *   SHIM_LOG      a file that gets a line "begin <ns>" and "end <ns>" per compilation
  */
@@ -35,7 +34,8 @@ static void note(const char* what) {
   struct timespec now;
   char line[64];
   clock_gettime(CLOCK_MONOTONIC, &now);
-  const int size = snprintf(line, sizeof(line), "%s %lld\n", what, now.tv_sec * 1000000000ll + now.tv_nsec);
+  const int size =
+      snprintf(line, sizeof(line), "%s %lld\n", what, now.tv_sec * 1000000000ll + now.tv_nsec);
   const int file = open(path, O_WRONLY | O_CREAT | O_APPEND, 0644);
   if (write(file, line, (size_t)size) != size) abort();
   close(file);
@@ -53,8 +53,8 @@ int nvrtcCompileProgram(void* program, int count, const char* const* options) {
   note("begin");
   if (getenv("SHIM_LOCK") != NULL) pthread_mutex_lock(&lock);
   usleep((useconds_t)slow * 1000);
-  const int result =
-      ((int (*)(void*, int, const char* const*))real("nvrtcCompileProgram"))(program, count, options);
+  const int result = ((int (*)(void*, int, const char* const*))real("nvrtcCompileProgram"))(
+      program, count, options);
   if (getenv("SHIM_LOCK") != NULL) pthread_mutex_unlock(&lock);
   note("end");
   return result;
@@ -62,16 +62,21 @@ int nvrtcCompileProgram(void* program, int count, const char* const* options) {
 
 int nvrtcCreateProgram(void** program, const char* source, const char* name, int count,
                        const char* const* headers, const char* const* names) {
-  return ((int (*)(void**, const char*, const char*, int, const char* const*, const char* const*))real(
-      "nvrtcCreateProgram"))(program, source, name, count, headers, names);
+  return ((int (*)(void**, const char*, const char*, int, const char* const*,
+                   const char* const*))real("nvrtcCreateProgram"))(program, source, name, count,
+                                                                   headers, names);
 }
-int nvrtcDestroyProgram(void** program) { return ((int (*)(void**))real("nvrtcDestroyProgram"))(program); }
+int nvrtcDestroyProgram(void** program) {
+  return ((int (*)(void**))real("nvrtcDestroyProgram"))(program);
+}
 const char* nvrtcGetErrorString(int result) {
   return ((const char* (*)(int))real("nvrtcGetErrorString"))(result);
 }
 
-#define GETTER(name, type) \
-  int name(void* program, type* result) { return ((int (*)(void*, type*))real(#name))(program, result); }
+#define GETTER(name, type)                                        \
+  int name(void* program, type* result) {                         \
+    return ((int (*)(void*, type*))real(#name))(program, result); \
+  }
 GETTER(nvrtcGetCUBINSize, size_t)
 GETTER(nvrtcGetCUBIN, char)
 GETTER(nvrtcGetPTXSize, size_t)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,11 @@ def shim(nvrtc: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
     source = Path(__file__).with_name("nvrtc_shim.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
     return {"DEEP_KERNELS_NVRTC": str(library), "SHIM_NVRTC": nvrtc[0]}
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that an unprivileged child may enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)

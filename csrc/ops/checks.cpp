@@ -41,6 +41,14 @@ std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
   return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
 }
 
+// Whether the memory behind the tensor reaches as far as its shape says: a storage may be shrunk.
+bool storage_holds(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return true;
+  int64_t last = tensor.storage_offset();
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return static_cast<std::size_t>(last + 1) * tensor.element_size() <= tensor.storage().nbytes();
+}
+
 }  // namespace
 
 const char* dtype_name(at::ScalarType dtype) {
@@ -92,7 +100,11 @@ void require(const char* op, const char* argument, const at::Tensor& tensor, Dty
         fmt::format("{}: {} must be a dense tensor, got one that is sparse", op, argument));
   const bool dtype_fits =
       std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) != dtypes.end();
-  if (dtype_fits && shape_fits(tensor, shape)) return;
+  if (dtype_fits && shape_fits(tensor, shape)) {
+    if (storage_holds(tensor)) return;
+    throw ValueError(fmt::format("{}: {} must have memory for its {}, got a storage of {} bytes",
+                                 op, argument, describe(tensor), tensor.storage().nbytes()));
+  }
   throw ValueError(fmt::format("{}: {} must be {}, got {}", op, argument,
                                expectation(dtypes, shape), describe(tensor)));
 }
@@ -134,7 +146,8 @@ void require_16_bytes(const char* op, const char* argument, const at::Tensor& te
 }
 
 void require_no_grad(const char* op, const char* argument, const at::Tensor& tensor) {
-  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) return;
+  const bool forward = tensor._fw_grad(/*level=*/0).defined();
+  if (!forward && (!tensor.requires_grad() || !at::GradMode::is_enabled())) return;
   throw ValueError(fmt::format(
       "{}: {} requires grad, but the op is forward only: call it under torch.no_grad() or detach "
       "the input",

@@ -8,15 +8,24 @@
 
 #include <algorithm>
 
+#include "ops/emulator.h"
 #include "ops/knobs.h"
+#include "runtime/arch.h"
 #include "runtime/driver.h"
 #include "runtime/module.h"
 
 namespace deep_kernels {
 
-// SMs of the device that a launch may use.
-inline int usable_sms(int device) {
-  const int all = driver::device_facts(device).num_sms;
+// What a call on a card runs: see resolve_arch.
+inline Arch arch_of_call(const char* op, const std::optional<std::string>& arch,
+                         c10::Device device) {
+  return resolve_arch(op, arch, driver::device_facts(device.index()).capability);
+}
+
+// SMs of the card, or of the emulator that stands in for one, that a launch may use.
+inline int usable_sms(c10::Device device) {
+  if (device.is_cpu()) return emulator::usable_sms();
+  const int all = driver::device_facts(device.index()).num_sms;
   return std::min(knobs::num_sms().value_or(all), all);
 }
 

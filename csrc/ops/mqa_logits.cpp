@@ -1,8 +1,8 @@
 #include "ops/mqa_logits.h"
 
 #include <ATen/ops/clone.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
 #include "cpu/mqa_logits.h"
@@ -10,7 +10,6 @@
 #include "ops/device.h"
 #include "ops/emulator.h"
 #include "runtime/errors.h"
-#include "runtime/settings.h"
 #include "runtime/store.h"
 #include "runtime/tensor_map.h"
 
@@ -20,8 +19,7 @@ namespace {
 
 using namespace checks;
 
-constexpr const char* kOp = "fp8_fp4_mqa_logits";
-constexpr const char* kMetadataOp = "get_mqa_logits_metadata";
+constexpr const char* kOp = kMqaLogitsOp;
 constexpr int64_t kRowAlignBytes = 1024;
 
 struct Problem {
@@ -73,8 +71,8 @@ Problem check_inputs(const MqaLogitsCall& call) {
   const Dtypes e2m1 = {at::kChar, at::kByte, at::kFloat4_e2m1fn_x2};
   require(kOp, "q", call.q, packed ? e2m1 : e4m3, {{"num_q", -1}, {"num_heads", -1}, {last, -1}});
   p.num_q = to_i32(kOp, "num_q", call.q.size(0));
-  p.num_heads = call.q.size(1);
-  p.head_dim = call.q.size(2) * (packed ? 2 : 1);
+  p.num_heads = to_i32(kOp, "num_heads", call.q.size(1));
+  p.head_dim = to_i32(kOp, "head_dim", call.q.size(2)) * int64_t{packed ? 2 : 1};
   require(kOp, "kv", call.kv, packed ? e2m1 : e4m3, {{"num_kv", -1}, {last, call.q.size(2)}});
   p.num_kv = to_i32(kOp, "num_kv", call.kv.size(0));
   check_scales(call, p);
@@ -124,9 +122,14 @@ at::Tensor check_out(const MqaLogitsCall& call, const Problem& p, const at::Tens
   require_no_grad(kOp, "out", out);
   require_rows(kOp, "out", out);
   require_separate_rows(kOp, out);
+  if (out.is_inference() && !c10::InferenceMode::is_enabled())
+    throw ValueError(fmt::format(
+        "{}: out must not be an inference tensor outside of torch.inference_mode()", kOp));
   for_each_input(call, [&](const char* name, const at::Tensor& input) {
     require_no_overlap(kOp, out, name, input);
   });
+  // As torch's own functions do that write in place: autograd notices what it saved has changed.
+  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
   return out;
 }
 
@@ -170,63 +173,20 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const Problem& p, const at::T
   };
 }
 
-// Where the -inf fill happens, measured; see benchmarks/notes_mqa.md. The first row that fits wins.
-struct CleanRow {
-  Backend backend;
-  Clean placement;
-  const char* gpu;  // that it was measured on
-};
-constexpr CleanRow kCleanTable[] = {
-    {Backend::sm90, Clean::concurrent, "NVIDIA H200"},
-    // Its warps have no roles: nobody is free to fill meanwhile.
-    {Backend::sm89, Clean::deferred, nullptr},
-};
-
-// concurrent or deferred: overrules the table.
-constexpr const char* kCleanVariable = "DEEP_KERNELS_MQA_CLEAN";
-
-Clean choose_clean(const MqaLogitsCase& wanted, Backend backend) {
-  if (!wanted.clean) return Clean::off;
-  if (wanted.placement) return *wanted.placement;
-  for (const CleanRow& row : kCleanTable)
-    if (row.backend == backend) return row.placement;
-  return Clean::deferred;
-}
-
-std::optional<Clean> parse_placement(const std::string& where, const std::string& text) {
-  if (text == "concurrent") return Clean::concurrent;
-  if (text == "deferred") return Clean::deferred;
-  throw ValueError(fmt::format("{} must be concurrent or deferred, got '{}'", where, text));
-}
-
-std::optional<Clean> placement_setting() {
-  const auto text = settings::of_op(kCleanVariable);
-  return text ? parse_placement(kCleanVariable, *text) : std::nullopt;
-}
-
 MqaLogitsCase case_of(const MqaLogitsCall& call, const Problem& p) {
   return {.format = p.format,
           .num_heads = static_cast<int>(p.num_heads),
-          .head_dim = static_cast<int>(p.head_dim),
+          .head_dim = static_cast<int>(std::min<int64_t>(p.head_dim, 1 << 30)),
           .weights_dtype = contract_dtype(call.weights.scalar_type()),
           .logits_dtype = contract_dtype(call.logits_dtype),
           .clean = call.clean,
           .metadata = call.schedule.has_value(),
-          .placement = placement_setting()};
-}
-
-Arch arch_of_call(const char* op, const std::optional<std::string>& arch, c10::Device device) {
-  return resolve_arch(op, arch, driver::device_facts(device.index()).capability);
+          .placement = mqa_clean_setting()};
 }
 
 void refuse_unsupported(const MqaLogitsCase& wanted, Backend backend) {
   if (const auto reason = mqa_logits_refusal(wanted, backend))
     throw UnsupportedError(fmt::format("{}: {}", kOp, *reason));
-}
-
-// Card or emulator.
-int sms_of_call(c10::Device device) {
-  return device.is_cpu() ? emulator::usable_sms() : usable_sms(device.index());
 }
 
 void run_emulated(const MqaLogitsCall& call, const at::Tensor& kv_scale, const MqaLogitsSpec& spec,
@@ -252,7 +212,7 @@ void run_kernel(const MqaLogitsCall& call, const Problem& p, const MqaLogitsCase
   const bool copies = spec.backend == Backend::sm90 && !is_aligned_16(call.kv_scale);
   const at::Tensor kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale;
   const MqaLogitsArgs args = make_args(call, p, kv_scale, out);
-  const int grid = spec.grid(args, sms_of_call(device));
+  const int grid = spec.grid(args, usable_sms(device));
   if (device.is_cpu()) return run_emulated(call, kv_scale, spec, args, arch, grid, out);
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
   if (spec.backend == Backend::sm90) {
@@ -296,145 +256,6 @@ at::Tensor mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>
   else if (call.clean)
     logits.fill_(-std::numeric_limits<double>::infinity());
   return logits;
-}
-
-at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_end, int64_t num_kv,
-                               int64_t num_heads, const std::optional<std::string>& arch_text) {
-  const char* op = kMetadataOp;
-  require(op, "cu_seq_len_k_start", kv_start, {at::kInt}, {{"num_q", -1}});
-  require(op, "cu_seq_len_k_end", kv_end, {at::kInt}, {{"num_q", kv_start.size(0)}});
-  require_device(op, "cu_seq_len_k_end", kv_end, kv_start.device(), "cu_seq_len_k_start");
-  const i32 num_q = to_i32(op, "num_q", kv_start.size(0));
-  const i32 num_tokens = to_i32(op, "num_kv_tokens", num_kv);
-  if (num_heads < 1 || num_heads > kMqaMaxHeads)
-    throw ValueError(
-        fmt::format("{}: num_heads must be from 1 to {}, got {}", op, kMqaMaxHeads, num_heads));
-  const i32 padded = mqa_padded_heads(static_cast<i32>(num_heads));
-  const c10::Device device = kv_start.device();
-  const auto make = [&](int num_sms) {
-    return at::empty({mqa_schedule_length(num_q, padded, num_sms)}, kv_start.options());
-  };
-  const auto emulated = device.is_cpu() ? emulator::arch_of(op, arch_text) : std::nullopt;
-  if (device.is_cpu() && !emulated) {
-    const int num_sms = knobs::num_sms().value_or(1);
-    at::Tensor schedule = make(num_sms);
-    cpu::mqa_schedule(kv_start, kv_end, num_tokens, num_heads, num_sms, schedule);
-    return schedule;
-  }
-  if (!device.is_cuda() && !emulated)
-    throw ValueError(fmt::format("{}: cu_seq_len_k_start must be on a CPU or CUDA device, got {}",
-                                 op, device.str()));
-  const c10::DeviceGuard guard(device);
-  const Arch arch = emulated ? *emulated : arch_of_call(op, arch_text, device);
-  const int num_sms = sms_of_call(device);
-  at::Tensor schedule = make(num_sms);
-  const MqaScheduleSpec spec{Backend::sm89, static_cast<u8>(padded)};
-  MqaScheduleArgs args{.kv_start = static_cast<const i32*>(kv_start.const_data_ptr()),
-                       .kv_end = static_cast<const i32*>(kv_end.const_data_ptr()),
-                       .schedule = static_cast<i32*>(schedule.mutable_data_ptr()),
-                       .num_chunks = nullptr,
-                       .kv_start_stride = kv_start.stride(0),
-                       .kv_end_stride = kv_end.stride(0),
-                       .num_q = num_q,
-                       .num_kv = num_tokens,
-                       .num_sms = num_sms};
-  const at::Tensor workspace =
-      at::empty({spec.workspace_bytes(args)}, kv_start.options().dtype(at::kByte));
-  args.num_chunks = static_cast<i32*>(workspace.mutable_data_ptr());
-  const int grid = spec.grid(args, num_sms);
-  if (emulated) {
-    emulator::launch(arch, spec, kernel_text(spec), grid, args, {},
-                     {emulator::buffer("schedule", schedule, /*writable=*/true),
-                      emulator::buffer("workspace", workspace, /*writable=*/true),
-                      emulator::buffer("cu_seq_len_k_start", kv_start),
-                      emulator::buffer("cu_seq_len_k_end", kv_end)});
-    return schedule;
-  }
-  Module& module = get_kernel(arch.target, spec, kernel_text(spec));
-  launch(module, device, spec, grid, args);
-  return schedule;
-}
-
-MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
-  MqaLogitsCase wanted;
-  wanted.format = reader.take_format(wanted.format);
-  wanted.num_heads = reader.take_int("num_heads", wanted.num_heads);
-  wanted.head_dim = reader.take_int("head_dim", wanted.head_dim);
-  wanted.weights_dtype = reader.take_dtype("weights_dtype", wanted.weights_dtype);
-  wanted.logits_dtype = reader.take_dtype("logits_dtype", wanted.logits_dtype);
-  wanted.clean = reader.take_bool("clean_logits", wanted.clean);
-  wanted.metadata = reader.take_bool("metadata", wanted.metadata);
-  reader.take_bool("compressed", false);  // both run in one kernel
-  reader.take_int("max_seqlen_k", 0);
-  if (const auto reduction = reader.take("reduction");
-      reduction && *reduction != "exact" && *reduction != "folded")
-    throw ValueError(fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'", reader.op(),
-                                 *reduction));
-  wanted.placement = placement_setting();
-  if (const auto placement = reader.take("clean_placement"))
-    wanted.placement = parse_placement(reader.op() + ": clean_placement", *placement);
-  return wanted;
-}
-
-std::vector<TuningRow> mqa_logits_tuning() {
-  std::vector<TuningRow> rows;
-  for (const CleanRow& row : kCleanTable)
-    rows.push_back({kOp, row.backend, row.gpu ? row.gpu : "",
-                    fmt::format("clean_logits fills {}", name_of(row.placement))});
-  return rows;
-}
-
-std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend) {
-  const bool mx4 = wanted.format == Format::mxfp4;
-  if (wanted.num_heads < 1 || wanted.num_heads > kMqaMaxHeads)
-    return fmt::format("num_heads must be from 1 to {}, got {}", kMqaMaxHeads, wanted.num_heads);
-  if (wanted.head_dim != 32 && wanted.head_dim != 64 && wanted.head_dim != 128)
-    return fmt::format("head_dim must be 32, 64 or 128, got {}", wanted.head_dim);
-  if (mx4 && wanted.head_dim == 32 && backend != Backend::cpu)
-    return std::string("head_dim must be 64 or 128 with mxfp4, got 32");
-  if (wanted.logits_dtype == DType::float16)
-    return std::string("logits_dtype must be float32 or bfloat16, got float16");
-  if (backend == Backend::cpu) return std::nullopt;
-  if (backend == Backend::sm100) return std::string("there are no sm100 kernels for it yet");
-  if (wanted.format != Format::fp8)
-    return fmt::format("format {} is not available on {} yet, fp8 is", name_of(wanted.format),
-                       name_of(backend));
-  return std::nullopt;
-}
-
-MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch) {
-  return {.backend = arch.backend,
-          .format = Format::fp8,
-          .head_dim = static_cast<u8>(wanted.head_dim),
-          .num_heads = static_cast<u8>(mqa_padded_heads(wanted.num_heads)),
-          .logits_dtype = wanted.logits_dtype,
-          .clean = choose_clean(wanted, arch.backend),
-          .schedule = wanted.metadata ? Schedule::metadata : Schedule::derived,
-          .kv_stages = mqa_kv_stages(arch.backend, wanted.head_dim)};
-}
-
-KernelText kernel_text(const MqaLogitsSpec& spec) {
-  const bool uses_maps = spec.backend == Backend::sm90;
-  return {.header = uses_maps ? "deep_kernels/kernels/mqa_logits_sm90.cuh"
-                              : "deep_kernels/kernels/mqa_logits_sm89.cuh",
-          .spec_type = "MqaLogitsSpec",
-          .function = uses_maps ? "mqa_logits_sm90" : "mqa_logits_sm89",
-          .params = uses_maps ? "DK_GRID_CONSTANT dk::MqaLogitsArgs args,\n"
-                                "DK_GRID_CONSTANT dk::MqaLogitsMaps<dk::ptx::TensorMap> maps"
-                              : "DK_GRID_CONSTANT dk::MqaLogitsArgs args",
-          .arguments = uses_maps ? "args, maps" : "args",
-          .args_type = "MqaLogitsArgs",
-          .args_bytes = sizeof(MqaLogitsArgs)};
-}
-
-KernelText kernel_text(const MqaScheduleSpec&) {
-  return {.header = "deep_kernels/kernels/mqa_schedule.cuh",
-          .spec_type = "MqaScheduleSpec",
-          .function = "mqa_schedule",
-          .params = "DK_GRID_CONSTANT dk::MqaScheduleArgs args",
-          .arguments = "args",
-          .args_type = "MqaScheduleArgs",
-          .args_bytes = sizeof(MqaScheduleArgs)};
 }
 
 }  // namespace deep_kernels

@@ -16,6 +16,8 @@
 
 namespace deep_kernels {
 
+inline constexpr const char* kMqaLogitsOp = "fp8_fp4_mqa_logits";
+
 // The call as the user made it; shapes and dtypes in deep_kernels/ops.py.
 struct MqaLogitsCall {
   const at::Tensor& q;
@@ -50,6 +52,8 @@ struct MqaLogitsCase {
   std::optional<Clean> placement;  // nothing: the measured table decides
 };
 MqaLogitsCase read_mqa_logits_case(CaseReader& reader);
+// The placement that DEEP_KERNELS_MQA_CLEAN asks for, if any.
+std::optional<Clean> mqa_clean_setting();
 
 // Why the case cannot run on the backend, or nothing. The sentence without the op's name.
 std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend);

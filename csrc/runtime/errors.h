@@ -1,9 +1,9 @@
-// What the library throws. pybind11 turns std::invalid_argument into ValueError by itself; the
-// others are registered in bindings.cpp.
+// What the library throws; bindings.cpp says what each becomes in Python.
 #pragma once
 
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace deep_kernels {
 
@@ -32,5 +32,19 @@ struct DriverError : std::runtime_error {
 using WarningSink = void (*)(const std::string& text);
 void set_warning_sink(WarningSink sink);
 void warn(const std::string& text);
+
+// For its lifetime this thread's warnings wait. Showing one takes Python's lock, which a thread
+// that waits for this one may hold.
+class HeldWarnings {
+ public:
+  HeldWarnings();
+  ~HeldWarnings();
+  HeldWarnings(const HeldWarnings&) = delete;
+  HeldWarnings& operator=(const HeldWarnings&) = delete;
+
+ private:
+  std::vector<std::string>* outer_;
+  std::vector<std::string> texts_;
+};
 
 }  // namespace deep_kernels

@@ -9,22 +9,6 @@
 
 namespace deep_kernels {
 
-namespace {
-WarningSink& warning_sink() {
-  static WarningSink sink = nullptr;
-  return sink;
-}
-}  // namespace
-
-void set_warning_sink(WarningSink sink) { warning_sink() = sink; }
-
-void warn(const std::string& text) {
-  if (WarningSink sink = warning_sink())
-    sink(text);
-  else
-    std::fprintf(stderr, "%s\n", text.c_str());
-}
-
 namespace settings {
 
 namespace {

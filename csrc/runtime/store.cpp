@@ -1,10 +1,8 @@
 #include "runtime/store.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <pthread.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -13,12 +11,9 @@
 #include <unordered_map>
 
 #include "runtime/cache.h"
-#include "runtime/digest.h"
 #include "runtime/errors.h"
 #include "runtime/files.h"
-#include "runtime/include_tree.h"
 #include "runtime/nvrtc.h"
-#include "runtime/ptxas_log.h"
 #include "runtime/settings.h"
 
 namespace deep_kernels::store {
@@ -79,88 +74,6 @@ struct State {
 // useless there, stay where they are.
 State* state = new State;
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { state = new State; });
-
-std::string key_text(const BuildRequest& request) {
-  KeyText key;
-  key.add(fmt::format("schema {}", cache::kSchema)).add(request.op).add(request.spec_json);
-  key.add(request.target.name());
-  for (const std::string& option : compile_options(request.target)) key.add(option);
-  key.add(include_digest());
-  // The ten lines themselves, so that a version that writes them differently never meets the other.
-  key.add(request.source(request.spec, request.text, "entry"));
-  return key.text();
-}
-
-std::string entry_name(const BuildRequest& request) {
-  return fmt::format("dk_{}_{}_{}", request.op, request.target.name(),
-                     hex_digest(key_text(request), 16));
-}
-
-std::string about_json(const BuildRequest& request, const std::string& entry, const Nvrtc& nvrtc,
-                       const CompileResult& result) {
-  const PtxasNotes notes = parse_ptxas_log(result.log);
-  std::vector<std::string> options;
-  for (const std::string& option : compile_options(request.target))
-    options.push_back(fmt::format("\"{}\"", option));
-  return fmt::format(
-      "{{\"entry\": \"{}\", \"op\": \"{}\", \"target\": \"{}\", \"spec\": {}, \"options\": [{}], "
-      "\"nvrtc\": \"{}\", \"include_digest\": \"{}\", \"registers\": {}, \"spill_store_bytes\": "
-      "{}, "
-      "\"spill_load_bytes\": {}, \"spill_limit_bytes\": {}, \"wgmma_serialized\": {}, "
-      "\"num_wgmma\": {}, \"compile_seconds\": {:.3f}}}",
-      entry, request.op, request.target.name(), request.spec_json, fmt::join(options, ", "),
-      nvrtc.version(), include_digest(), notes.registers, notes.spill_store_bytes,
-      notes.spill_load_bytes, request.spill_limit_bytes, notes.wgmma_serialized, request.num_wgmma,
-      result.seconds);
-}
-
-std::string numbered(const std::string& text) {
-  std::string lines;
-  int number = 1;
-  for (std::size_t begin = 0; begin < text.size(); ++number) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    lines += fmt::format("{:4} | {}\n", number, text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return lines;
-}
-
-// The end of a sentence that begins with the kernel.
-std::string searched_places() {
-  std::string places = settings::cache_dir().path.string();
-  if (const auto prebuilt = settings::prebuilt_dir())
-    places = fmt::format("{} and {}", prebuilt->string(), places);
-  return places;
-}
-
-[[noreturn]] void refuse_compile(const BuildRequest& request) {
-  throw CompileError(fmt::format(
-      "{} for {} is neither in memory nor in {}, and DEEP_KERNELS_NO_COMPILE=1 forbids compiling "
-      "it; spec: {}",
-      request.op, request.target.name(), searched_places(), request.spec_text));
-}
-
-[[noreturn]] void refuse_without_nvrtc(const BuildRequest& request, const std::string& reason) {
-  throw CompileError(
-      fmt::format("{} for {} is neither in memory nor in {} and cannot be compiled; spec: {}; {}",
-                  request.op, request.target.name(), searched_places(), request.spec_text, reason));
-}
-
-cache::Entry compile(const BuildRequest& request, const std::string& entry, const Nvrtc& nvrtc) {
-  cache::Entry built;
-  built.source = request.source(request.spec, request.text, entry);
-  const std::vector<std::string> options = compile_options(request.target);
-  const CompileResult result =
-      nvrtc.compile(entry + ".cu", built.source, include_tree().headers, options);
-  if (!result.ok)
-    throw CompileError(fmt::format(
-        "compiling {} for {} failed\nspec: {}\noptions: {}\nNVRTC {} at {}\n{}\nsource:\n{}",
-        request.op, request.target.name(), request.spec_text, fmt::join(options, " "),
-        nvrtc.version(), nvrtc.path(), result.log, numbered(built.source)));
-  built.about = about_json(request, entry, nvrtc, result);
-  built.cubin = result.code;
-  return built;
-}
 
 std::optional<cache::Entry> load_or_warn(const std::filesystem::path& file) {
   cache::Loaded loaded = cache::load(file);
@@ -228,8 +141,8 @@ std::shared_ptr<const Built> load_or_compile(const BuildRequest& request,
     // Without NVRTC any cached version still runs; with it, its own version is asked for.
     if (use_disk)
       if (auto found = load_any_version(dir.path, entry, "cache")) return found;
-    if (no_compile) refuse_compile(request);
-    refuse_without_nvrtc(request, error.what());
+    if (no_compile) throw compiling_is_forbidden(request);
+    throw nvrtc_is_missing(request, error.what());
   }
   const std::string name = cache::file_name(entry, nvrtc->version());
   const std::filesystem::path file = dir.path / name;
@@ -237,7 +150,7 @@ std::shared_ptr<const Built> load_or_compile(const BuildRequest& request,
     if (auto found = load_or_warn(file))
       return make_built(entry, "cache", file.string(), std::move(*found));
   if (auto found = find_unsaved(file, use_disk)) return found;
-  if (no_compile) refuse_compile(request);
+  if (no_compile) throw compiling_is_forbidden(request);
   cache::Entry compiled = compile(request, entry, *nvrtc);
   const bool saved = use_disk && cache::save(file, compiled);
   auto built = make_built(entry, "compiled", saved ? file.string() : "", std::move(compiled));
@@ -269,6 +182,7 @@ Obtained obtain(const BuildRequest& request, const std::string& entry) {
   }
   if (!mine) return {flight->wait(), true};
 
+  const HeldWarnings until_the_others_go_on;
   std::shared_ptr<const Built> built;
   std::exception_ptr failure;
   try {
@@ -286,21 +200,6 @@ Obtained obtain(const BuildRequest& request, const std::string& entry) {
 }
 
 }  // namespace
-
-const std::string& include_digest() { return include_tree().digest; }
-
-std::vector<std::string> compile_options(const Target& target) {
-  std::vector<std::string> options = {
-      fmt::format("--gpu-architecture={}", target.name()),
-      "--std=c++20",
-      "-default-device",  // the contract's functions carry no __device__
-      "--fmad=false",     // a fused multiply-add is written as such
-      "--ptxas-options=-v",
-      "--ptxas-options=-warn-spills",
-  };
-  if (settings::line_info()) options.push_back("--generate-line-info");
-  return options;
-}
 
 Module* find(const SpecKey& key) {
   State& current = *state;

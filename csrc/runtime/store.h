@@ -6,11 +6,9 @@
 #include <memory>
 #include <string>
 #include <type_traits>
-#include <vector>
 
-#include "runtime/arch.h"
+#include "runtime/compile.h"
 #include "runtime/module.h"
-#include "runtime/source.h"
 
 namespace deep_kernels {
 
@@ -18,19 +16,6 @@ namespace deep_kernels {
 struct SpecKey {
   std::array<std::uint64_t, 4> words{};
   bool operator==(const SpecKey&) const = default;
-};
-
-// Everything a build needs; made only on a miss in memory.
-struct BuildRequest {
-  std::string op;
-  Target target;
-  std::string spec_text;  // for messages
-  std::string spec_json;  // for the key and the entry
-  std::string (*source)(const void* spec, const KernelText& text, const std::string& entry);
-  const void* spec;
-  KernelText text;
-  int spill_limit_bytes;
-  int num_wgmma;  // that the machine code must hold
 };
 
 // How a kernel came to be.
@@ -52,10 +37,6 @@ Module& build(const SpecKey& key, const BuildRequest& request);
 // disk. What the disk did not take stays in memory ("memory" is where it comes from then), and so
 // does what another thread has just built. Different keys build in parallel, one key once.
 BuildReport prepare(const BuildRequest& request);
-
-// Part of every key: the digest of the shipped include tree.
-const std::string& include_digest();
-std::vector<std::string> compile_options(const Target& target);
 
 }  // namespace store
 

@@ -1,0 +1,120 @@
+// Which Spec serves a case of MQA logits, and why some are refused.
+#include <fmt/format.h>
+
+#include "ops/mqa_logits.h"
+#include "runtime/errors.h"
+#include "runtime/settings.h"
+
+namespace deep_kernels {
+
+namespace {
+
+// Where the -inf fill happens, measured; see benchmarks/notes_mqa.md. The first row that fits wins.
+struct CleanRow {
+  Backend backend;
+  Clean placement;
+  const char* gpu;  // that it was measured on
+};
+constexpr CleanRow kCleanTable[] = {
+    {Backend::sm90, Clean::concurrent, "NVIDIA H200"},
+    // Its warps have no roles: nobody is free to fill meanwhile.
+    {Backend::sm89, Clean::deferred, nullptr},
+};
+
+// concurrent or deferred: overrules the table.
+constexpr const char* kCleanVariable = "DEEP_KERNELS_MQA_CLEAN";
+
+Clean choose_clean(const MqaLogitsCase& wanted, Backend backend) {
+  if (!wanted.clean) return Clean::off;
+  if (wanted.placement) return *wanted.placement;
+  for (const CleanRow& row : kCleanTable)
+    if (row.backend == backend) return row.placement;
+  return Clean::deferred;
+}
+
+std::optional<Clean> parse_placement(const std::string& where, const std::string& text) {
+  if (text == "concurrent") return Clean::concurrent;
+  if (text == "deferred") return Clean::deferred;
+  throw ValueError(fmt::format("{} must be concurrent or deferred, got '{}'", where, text));
+}
+
+}  // namespace
+
+std::optional<Clean> mqa_clean_setting() {
+  const auto text = settings::of_op(kCleanVariable);
+  return text ? parse_placement(kCleanVariable, *text) : std::nullopt;
+}
+
+MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
+  MqaLogitsCase wanted;
+  wanted.format = reader.take_format(wanted.format);
+  wanted.num_heads = reader.take_int("num_heads", wanted.num_heads);
+  wanted.head_dim = reader.take_int("head_dim", wanted.head_dim);
+  wanted.weights_dtype = reader.take_dtype("weights_dtype", wanted.weights_dtype);
+  wanted.logits_dtype = reader.take_dtype("logits_dtype", wanted.logits_dtype);
+  wanted.clean = reader.take_bool("clean_logits", wanted.clean);
+  wanted.metadata = reader.take_bool("metadata", wanted.metadata);
+  reader.take_bool("compressed", false);  // both run in one kernel
+  reader.take_int("max_seqlen_k", 0);
+  if (const auto reduction = reader.take("reduction");
+      reduction && *reduction != "exact" && *reduction != "folded")
+    throw ValueError(fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'", reader.op(),
+                                 *reduction));
+  wanted.placement = mqa_clean_setting();
+  if (const auto placement = reader.take("clean_placement"))
+    wanted.placement = parse_placement(reader.op() + ": clean_placement", *placement);
+  return wanted;
+}
+
+std::vector<TuningRow> mqa_logits_tuning() {
+  std::vector<TuningRow> rows;
+  for (const CleanRow& row : kCleanTable)
+    rows.push_back({kMqaLogitsOp, row.backend, row.gpu ? row.gpu : "",
+                    fmt::format("clean_logits fills {}", name_of(row.placement))});
+  return rows;
+}
+
+std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend) {
+  const bool mx4 = wanted.format == Format::mxfp4;
+  if (wanted.num_heads < 1 || wanted.num_heads > kMqaMaxHeads)
+    return fmt::format("num_heads must be from 1 to {}, got {}", kMqaMaxHeads, wanted.num_heads);
+  if (wanted.head_dim != 32 && wanted.head_dim != 64 && wanted.head_dim != 128)
+    return fmt::format("head_dim must be 32, 64 or 128, got {}", wanted.head_dim);
+  if (mx4 && wanted.head_dim == 32 && backend != Backend::cpu)
+    return std::string("head_dim must be 64 or 128 with mxfp4, got 32");
+  if (wanted.logits_dtype == DType::float16)
+    return std::string("logits_dtype must be float32 or bfloat16, got float16");
+  if (backend == Backend::cpu) return std::nullopt;
+  if (backend == Backend::sm100) return std::string("there are no sm100 kernels for it yet");
+  if (wanted.format != Format::fp8)
+    return fmt::format("format {} is not available on {} yet, fp8 is", name_of(wanted.format),
+                       name_of(backend));
+  return std::nullopt;
+}
+
+MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch) {
+  return {.backend = arch.backend,
+          .format = Format::fp8,
+          .head_dim = static_cast<u8>(wanted.head_dim),
+          .num_heads = static_cast<u8>(mqa_padded_heads(wanted.num_heads)),
+          .logits_dtype = wanted.logits_dtype,
+          .clean = choose_clean(wanted, arch.backend),
+          .schedule = wanted.metadata ? Schedule::metadata : Schedule::derived,
+          .kv_stages = mqa_kv_stages(arch.backend, wanted.head_dim)};
+}
+
+KernelText kernel_text(const MqaLogitsSpec& spec) {
+  const bool uses_maps = spec.backend == Backend::sm90;
+  return {.header = uses_maps ? "deep_kernels/kernels/mqa_logits_sm90.cuh"
+                              : "deep_kernels/kernels/mqa_logits_sm89.cuh",
+          .spec_type = "MqaLogitsSpec",
+          .function = uses_maps ? "mqa_logits_sm90" : "mqa_logits_sm89",
+          .params = uses_maps ? "DK_GRID_CONSTANT dk::MqaLogitsArgs args,\n"
+                                "DK_GRID_CONSTANT dk::MqaLogitsMaps<dk::ptx::TensorMap> maps"
+                              : "DK_GRID_CONSTANT dk::MqaLogitsArgs args",
+          .arguments = uses_maps ? "args, maps" : "args",
+          .args_type = "MqaLogitsArgs",
+          .args_bytes = sizeof(MqaLogitsArgs)};
+}
+
+}  // namespace deep_kernels
