@@ -187,7 +187,7 @@ def agreement(actual: Tensor, expected: Tensor, inside: Tensor) -> float:
     actual, rounded = _comparable(actual, expected)
     counted = inside & torch.isfinite(rounded)
     x = actual[counted]
-    y = expected.detach().cpu().double()[counted]
+    y = rounded[counted]
     largest = max(float(x.abs().max()), float(y.abs().max())) if x.numel() else 0.0
     if largest == 0.0:
         return 0.0

@@ -248,8 +248,8 @@ FAULTS = [
     # --- values that are not there, results written twice
     _fault(
         "a field that nobody writes", "sm90", SM90,
-        "    if (lane == 0) ptx::store_shared_f32(ptx::smem_addr(&unit.scale_up), up);\n", "",
-        "uninitialized", ("math", "unit.scale_up"),
+        "  ptx::store_shared_f32(ptx::smem_addr(&token.power), 1.0f);\n", "",
+        "uninitialized", ("math", "token"),
     ),
     _fault(
         "two lanes store one logit", "sm90", TILE,

@@ -74,8 +74,7 @@ constexpr MqaWindow mqa_window(i32 start, i32 end, i32 num_kv, i32 limit) {
 
 // A block of query tokens is computed together, over the union of its windows cut into chunks.
 inline constexpr i32 kMqaChunkRows = 256;  // kv tokens per chunk
-inline constexpr i32 kMqaSpanAlign =
-    16;  // a span starts at a multiple, so that stores fill sectors
+inline constexpr i32 kMqaSpanAlign = 16;   // a span starts at a multiple: stores fill sectors
 inline constexpr i32 kMqaQueryRows = 512;  // (token, head) pairs per block: 4 groups of 128
 inline constexpr i32 kMqaGroups = 4;       // groups of 128 query rows; one warpgroup each
 inline constexpr i32 kMqaGroupRows = 128;  // query rows per group = columns of one MMA tile
@@ -198,17 +197,12 @@ struct MqaLogitsSpec {
   constexpr i32 smem_bytes() const {
     if (backend == Backend::sm89)  // rows, weights, scan
       return query_bytes() + kv_stages * kv_stage_bytes() + kMqaQueryRows * 4 + 1024;
-    const i32 per_slot = query_bytes() + kMqaQueryRows * 4 + 2048;   // rows, weights, unit
+    const i32 per_slot = query_bytes() + kMqaQueryRows * 4 + 2304;   // rows, weights, unit
     const i32 per_stage = kv_stage_bytes() + kv_stage_rows() * 4;    // rows, scales
     return query_slots() * per_slot + kv_stages * per_stage + 1024;  // barriers, scan
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
-  // sm90 at 8 heads: four tokens per lane, of whose state four registers are saved around a stage
-  // of 256 kv rows (not inside its tiles). Padding to 16 heads instead, without a spill, takes 1.6x
-  // the time at 2048 / 32768, head_dim 128 (212 us, not 132; H200, benchmarks/notes_mqa.md).
-  constexpr i32 spill_limit_bytes() const {
-    return backend == Backend::sm90 && num_heads == 8 ? 24 : 0;
-  }
+  static constexpr i32 spill_limit_bytes() { return 0; }
   // wgmma instructions that the machine code must hold: a stage's four 64-row tiles, and one tile
   // with edge tests in a loop, head_dim / 32 k-steps each. ptxas can drop some silently.
   constexpr i32 num_wgmma() const { return backend == Backend::sm90 ? (4 + 1) * head_dim / 32 : 0; }

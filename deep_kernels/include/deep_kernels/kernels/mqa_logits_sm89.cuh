@@ -25,6 +25,8 @@ struct Smem {
   alignas(128) u8 query[kMqaQueryRows * S.head_dim];                // column order, swizzled
   alignas(128) u8 kv[S.kv_stages][S.kv_stage_rows() * S.head_dim];  // swizzled
   alignas(128) float weights[kMqaQueryRows];                        // column order
+  float power[S.tokens_per_block()];      // that the logits of the tokens owe, see owed_power
+  i32 has_extreme[S.num_threads() / 32];  // whether a warp saw such weights
   ScheduleScratch schedule;
 };
 
@@ -79,30 +81,44 @@ struct Math {
   const MqaLogitsArgs& args;
   Smem<S>& smem;
   i32 group;
-  i32 warp_row;       // first kv row of the warp in a stage
-  float weight_down;  // factors of the weights and of the kv scales: see kHugeWeightUp
-  float scale_up;
-  DK_DEVICE void post_weights(i32 first_row) {
-    for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
-      const i32 in_group = column % kMqaGroupRows;
-      const i32 row =
-          first_row + column / kMqaGroupRows * S.tokens_per_group() + S.token_of(in_group);
-      ptx::store_shared_f32(ptx::smem_addr(&smem.weights[column]),
-                            load_weight(args, row, S.head_of(in_group)));
-    }
-  }
+  i32 warp_row;  // first kv row of the warp in a stage
 
-  // Behind a block barrier: all warps of a group look at all its weights, so that they agree.
-  DK_DEVICE void choose_factors() {
-    bool huge = false;
-    DK_UNROLL
-    for (i32 i = 0; i < kMqaGroupRows; i += 32) {
-      const i32 column = group * kMqaGroupRows + i + ptx::lane_index();
-      huge = huge || is_huge_weight(ptx::load_shared_f32(ptx::smem_addr(&smem.weights[column])));
+  static DK_DEVICE i32 token_of(i32 column) {
+    return column / kMqaGroupRows * S.tokens_per_group() + S.token_of(column % kMqaGroupRows);
+  }
+  // All warps together; a block barrier must follow.
+  DK_DEVICE void post_weights(i32 first_row) const {
+    const i32 warp = ptx::warp_index();
+    bool extreme = false;
+    for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
+      const float weight =
+          load_weight(args, first_row + token_of(column), S.head_of(column % kMqaGroupRows));
+      extreme = extreme || is_extreme_weight(weight);
+      ptx::store_shared_f32(ptx::smem_addr(&smem.weights[column]), weight);
     }
-    huge = ptx::any(huge);
-    weight_down = huge ? kHugeWeightDown : 1.0f;
-    scale_up = huge ? kHugeWeightUp : 1.0f;
+    extreme = ptx::any(extreme);
+    if (ptx::lane_index() == 0)
+      ptx::store_shared_i32(ptx::smem_addr(&smem.has_extreme[warp]), extreme);
+    if (ptx::thread_index() < S.tokens_per_block())
+      ptx::store_shared_f32(ptx::smem_addr(&smem.power[ptx::thread_index()]), 1.0f);
+  }
+  // Behind that barrier: divides the weights of the tokens that need it by powers of two.
+  DK_DEVICE void tame_weights(i32 first_row) const {
+    i32 extreme = 0;
+    DK_NO_UNROLL
+    for (i32 warp = 0; warp < S.num_threads() / 32; ++warp)
+      extreme |= ptx::load_shared_i32(ptx::smem_addr(&smem.has_extreme[warp]));
+    if (extreme == 0) return;  // all threads alike
+    if (ptx::thread_index() < S.tokens_per_block())
+      ptx::store_shared_f32(ptx::smem_addr(&smem.power[ptx::thread_index()]),
+                            owed_power(args, first_row + ptx::thread_index()));
+    ptx::sync_threads();
+    for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
+      const float power = ptx::load_shared_f32(ptx::smem_addr(&smem.power[token_of(column)]));
+      const u32 address = ptx::smem_addr(&smem.weights[column]);
+      ptx::store_shared_f32(address, ptx::load_shared_f32(address) * reciprocal(power));
+    }
+    ptx::sync_threads();
   }
 
   // Both operands are read 8 rows at a time from a multiple of 8 rows on, so that the swizzle of a
@@ -144,12 +160,10 @@ struct Math {
     for (i32 step = 0; step < kSteps; ++step) ptx::mma_m16n8k32_e4m3(x, a[step], b[step]);
     float weight[2];
     ptx::load_shared_f32x2(weight, weights + octet * 8 * sizeof(float));
-    weight[0] *= weight_down;
-    weight[1] *= weight_down;
     Sum::template add<false, false>(sum, x, weight);
   }
 
-  DK_DEVICE void stage(i32 group_row, i32 kv_row, i32 stage) const {
+  DK_DEVICE void stage(i32 first_row, i32 kv_row, i32 stage) const {
     const i32 lane = ptx::lane_index();
     u32 query[kStepPairs];
     DK_UNROLL
@@ -174,38 +188,39 @@ struct Math {
         }
         float kept[Sum::kSlots][Sum::kRows];
         Sum::join(kept, sum);
-        store(kept, set, group_row, kv_row + row + Sum::row());
+        store(kept, set, first_row, kv_row + row + Sum::row());
       }
     }
   }
 
-  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], i32 set, i32 group_row,
+  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], i32 set, i32 first_row,
                        i32 kv_row) const {
     if (!Sum::stores()) return;
     float scale[Sum::kRows];
     DK_UNROLL
     for (i32 i = 0; i < Sum::kRows; ++i) {
       const i32 j = kv_row + 8 * i;
-      scale[i] = j < args.num_kv ? ptx::load_global(args.kv_scale + j) * scale_up : 0.0f;
+      scale[i] = j < args.num_kv ? ptx::load_global(args.kv_scale + j) : 0.0f;
     }
     DK_UNROLL
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
-      const i32 row = group_row + Sum::first_token() + Sum::further(set, slot);
+      const i32 token = group * S.tokens_per_group() + Sum::first_token() + Sum::further(set, slot);
+      const float power = ptx::load_shared_f32(ptx::smem_addr(&smem.power[token]));
+      const i32 row = first_row + token;
       const MqaWindow window = load_window(args, row, window_limit(args));
       const RowEdge edge = row_edge(args, window, row);
       Logit* origin = static_cast<Logit*>(args.logits) + row_origin(args, window, row);
       DK_UNROLL
       for (i32 i = 0; i < Sum::kRows; ++i) {
         const i32 j = kv_row + 8 * i;
-        store_edge<S.clean != Clean::off>(origin + j, j - (args.compressed ? window.begin : 0),
-                                          edge, kept[slot][i] * scale[i]);
+        store_edge<S.clean != Clean::off>(origin + j, j, edge,
+                                          scaled_sum(kept[slot][i], scale[i], power));
       }
     }
   }
 
   // All warps together: the stages [kv_begin, kv_begin + num_stages * rows) of one query block.
   DK_DEVICE void run_unit(i32 first_row, i32 kv_begin, i32 num_stages) {
-    const i32 group_row = first_row + group * S.tokens_per_group();
     load_query<S>(args, first_row, smem);
     // One copy group per stage; the query travels with the first.
     DK_UNROLL
@@ -215,7 +230,7 @@ struct Math {
     }
     post_weights(first_row);
     ptx::sync_threads();
-    choose_factors();
+    tame_weights(first_row);
     auto stages = tile::Ring<S.kv_stages>::drainer();
     auto fills = tile::Ring<S.kv_stages>::filler();
     DK_UNROLL
@@ -227,7 +242,7 @@ struct Math {
       if (i + S.kv_stages - 1 < num_stages)
         load_kv<S>(args, kv_begin + (i + S.kv_stages - 1) * S.kv_stage_rows(), fills.slot, smem);
       ptx::cp_async_commit_group();
-      stage(group_row, kv_begin + i * S.kv_stage_rows(), stages.slot);
+      stage(first_row, kv_begin + i * S.kv_stage_rows(), stages.slot);
       stages.next();
       fills.next();
     }

@@ -19,19 +19,28 @@
 
 namespace deep_kernels::mqa_sm90 {
 
+struct Token {
+  i64 origin;  // element of logits where kv token 0 of the row would be
+  RowEdge edge;
+  float power;  // that the logits of the token owe, see owed_power
+
+  // Bytes before a member. One register with a token's address serves all of them; a pointer to
+  // the struct would take two.
+  static constexpr u32 kEdgeAt = 8;
+  static constexpr u32 kPowerAt = kEdgeAt + sizeof(RowEdge);
+};
+static_assert(sizeof(Token) == 32 && sizeof(RowEdge) == 16);
+
 // One query block and the run of its stages that this block computes.
 template <i32 kTokens>
 struct Unit {
-  i32 row;         // first query token
   i32 kv_begin;    // first kv token
   i32 num_stages;  // 0: no more units
-  float scale_up;  // factor of the kv scales, see kHugeWeightUp
   // Kv tokens that lie inside the window of every token of a group: their tiles need no edge test.
+  // None where a token of the block owes a power of two.
   i32 full_begin[kMqaGroups];
   i32 full_end[kMqaGroups];
-  i32 window_begin[kTokens];
-  i32 window_end[kTokens];
-  i64 origin[kTokens];  // element of logits where kv token 0 of the row would be
+  Token token[kTokens];
 };
 
 template <MqaLogitsSpec S>
@@ -86,6 +95,20 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
 
 // --- scheduler warp -----------------------------------------------------------------------------
 
+DK_DEVICE void post_token(Token& token, i64 origin, RowEdge edge) {
+  ptx::store_shared_i64(ptx::smem_addr(&token.origin), origin);
+  ptx::store_shared_i32(ptx::smem_addr(&token.edge.begin), edge.begin);
+  ptx::store_shared_i32(ptx::smem_addr(&token.edge.end), edge.end);
+  ptx::store_shared_i32(ptx::smem_addr(&token.edge.first), edge.first);
+  ptx::store_shared_i32(ptx::smem_addr(&token.edge.last), edge.last);
+  ptx::store_shared_f32(ptx::smem_addr(&token.power), 1.0f);
+}
+
+DK_DEVICE RowEdge load_edge(u32 edge) {
+  return {ptx::load_shared_i32(edge), ptx::load_shared_i32(edge + 4),
+          ptx::load_shared_i32(edge + 8), ptx::load_shared_i32(edge + 12)};
+}
+
 // Writes the windows of a block's tokens into the unit and returns their span. Converged.
 template <MqaLogitsSpec S>
 DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
@@ -105,8 +128,8 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
       lowest = min_of(lowest, window.begin);
       highest = max_of(highest, window.end);
     }
-    i32 full_begin =
-        window.begin;  // an empty window, also of a row that is not there: no full tile
+    // An empty window, also of a row that is not there, leaves no full tile.
+    i32 full_begin = window.begin;
     i32 full_end = window.end;
     DK_UNROLL
     for (i32 step = 1; step < kPerGroup; step *= 2) {
@@ -114,9 +137,7 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
       full_end = min_of(full_end, ptx::shuffle_xor(full_end, step));
     }
     if (in_block) {
-      ptx::store_shared_i32(ptx::smem_addr(&unit.window_begin[token]), window.begin);
-      ptx::store_shared_i32(ptx::smem_addr(&unit.window_end[token]), window.end);
-      ptx::store_shared_i64(ptx::smem_addr(&unit.origin[token]), row_origin(args, window, row));
+      post_token(unit.token[token], row_origin(args, window, row), row_edge(args, window, row));
       if (token % kPerGroup == 0) {
         ptx::store_shared_i32(ptx::smem_addr(&unit.full_begin[token / kPerGroup]), full_begin);
         ptx::store_shared_i32(ptx::smem_addr(&unit.full_end[token / kPerGroup]), full_end);
@@ -126,37 +147,47 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
   return mqa_span(ptx::reduce_min(lowest), ptx::reduce_max(highest));
 }
 
-// Weights of a block in column order, those of saturating octets times kSatWeight; returns the
-// factor that its kv scales owe (see kHugeWeightUp). Converged.
+// Powers of two for the tokens that need one, and no full tile: edge tiles apply them. Converged.
 template <MqaLogitsSpec S>
-DK_DEVICE float post_weights(const MqaLogitsArgs& args, i32 block, u32 weights) {
+DK_DEVICE void post_powers(const MqaLogitsArgs& args, i32 block, Unit<S.tokens_per_block()>& unit) {
+  const i32 lane = ptx::lane_index();
+  DK_NO_UNROLL
+  for (i32 token = lane; token < S.tokens_per_block(); token += 32)
+    ptx::store_shared_f32(ptx::smem_addr(&unit.token[token].power),
+                          owed_power(args, block * S.tokens_per_block() + token));
+  if (lane < kMqaGroups) {
+    ptx::store_shared_i32(ptx::smem_addr(&unit.full_begin[lane]), args.num_kv);
+    ptx::store_shared_i32(ptx::smem_addr(&unit.full_end[lane]), 0);
+  }
+  ptx::sync_warp();
+}
+
+// Weights of a block in column order, those of saturating octets times kSatWeight. Converged.
+template <MqaLogitsSpec S>
+DK_DEVICE void post_weights(const MqaLogitsArgs& args, i32 block, u32 weights,
+                            Unit<S.tokens_per_block()>& unit) {
   const i32 first_row = block * S.tokens_per_block();
-  float down = 1.0f;
+  bool has_powers = false;
   for (;;) {
-    bool huge = false;
+    bool extreme = false;
     DK_NO_UNROLL
     for (i32 base = 0; base < kMqaQueryRows; base += 4 * 32) {
-      float weight[4];
       DK_UNROLL
       for (i32 i = 0; i < 4; ++i) {
         const i32 column = base + 32 * i + ptx::lane_index();
-        const i32 group = column / kMqaGroupRows;
-        const i32 in_group = column % kMqaGroupRows;
-        weight[i] =
-            load_weight(args, first_row + group * S.tokens_per_group() + S.token_of(in_group),
-                        S.head_of(in_group));
-      }
-      DK_UNROLL
-      for (i32 i = 0; i < 4; ++i) {
-        const i32 column = base + 32 * i + ptx::lane_index();
-        huge = huge || is_huge_weight(weight[i]);
+        const i32 token =
+            column / kMqaGroupRows * S.tokens_per_group() + S.token_of(column % kMqaGroupRows);
+        float weight = load_weight(args, first_row + token, S.head_of(column % kMqaGroupRows));
+        extreme = extreme || is_extreme_weight(weight);
+        if (has_powers)
+          weight *= reciprocal(ptx::load_shared_f32(ptx::smem_addr(&unit.token[token].power)));
         const float factor = octet_saturates(column % kMqaGroupRows / 8) ? kSatWeight : 1.0f;
-        ptx::store_shared_f32(weights + 4 * column, weight[i] * down * factor);
+        ptx::store_shared_f32(weights + 4 * column, weight * factor);
       }
     }
-    if (down != 1.0f) return kHugeWeightUp;
-    if (!ptx::any(huge)) return 1.0f;
-    down = kHugeWeightDown;
+    if (has_powers || !ptx::any(extreme)) return;
+    post_powers<S>(args, block, unit);
+    has_powers = true;
   }
 }
 
@@ -193,7 +224,6 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     const u32 query_filled = ptx::smem_addr(&smem.query_filled[slots.slot]);
     ptx::sync_warp();  // the windows of all lanes are written before lane 0 posts the unit
     if (lane == 0) {
-      ptx::store_shared_i32(ptx::smem_addr(&unit.row), block * S.tokens_per_block());
       ptx::store_shared_i32(ptx::smem_addr(&unit.kv_begin), span.begin + first * kMqaChunkRows);
       ptx::store_shared_i32(ptx::smem_addr(&unit.num_stages), last - first);
       ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
@@ -201,8 +231,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
     }
     ptx::sync_warp();
     load_queries<S>(maps, smem, slots.slot, block);
-    const float up = post_weights<S>(args, block, ptx::smem_addr(&smem.weights[slots.slot][0][0]));
-    if (lane == 0) ptx::store_shared_f32(ptx::smem_addr(&unit.scale_up), up);
+    post_weights<S>(args, block, ptx::smem_addr(&smem.weights[slots.slot][0][0]), unit);
     ptx::mbarrier_arrive(query_filled);  // every lane for the windows and weights it wrote
     slots.next();
   }
@@ -215,8 +244,7 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
   ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
 }
 
-// --- kv warp, one lane
-// ----------------------------------------------------------------------------
+// --- kv warp, one lane ---------------------------------------------------------------------------
 
 template <MqaLogitsSpec S, class Maps>
 DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
@@ -241,8 +269,7 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
   }
 }
 
-// --- math warpgroups
-// --------------------------------------------------------------------------------
+// --- math warpgroups -----------------------------------------------------------------------------
 
 template <MqaLogitsSpec S>
 struct Math {
@@ -257,7 +284,7 @@ struct Math {
   i32 tile_row;   // kv row inside a tile that this lane keeps first
   u32 query_low;  // descriptor of the group's query rows
   u32 kv_low;     // descriptor of kv stage 0
-  u32 origins;    // Unit::origin of the lane's first token, in shared memory
+  u32 tokens;     // address of the lane's first Token, others of its group behind it
   float weight[32];
   // Where kv row tile_row of the coming stage goes. Several tokens leave no registers for several
   // pointers: there they are made anew for every tile.
@@ -265,11 +292,8 @@ struct Math {
   Logit* out;
   tile::Ring<S.kv_stages> stages;
 
-  DK_DEVICE i32 first_token() const { return group * S.tokens_per_group() + Sum::first_token(); }
-  // `token` counts from the lane's first.
-  DK_DEVICE Logit* row_pointer(i32 token, i32 kv_row) const {
-    return static_cast<Logit*>(args.logits) + ptx::load_shared_i64(origins + 8 * token) + kv_row +
-           tile_row;
+  DK_DEVICE Logit* row_pointer(u32 token, i32 kv_row) const {
+    return static_cast<Logit*>(args.logits) + ptx::load_shared_i64(token) + kv_row + tile_row;
   }
   // Starts the scores of one tile: x is valid after a wait.
   DK_DEVICE void start_score(float (&x)[64], u32 kv) const {
@@ -280,31 +304,33 @@ struct Math {
                                  Descriptor::make(query_low + 2 * k), k > 0);
     ptx::wgmma_commit_group();
   }
+  // Address of the kv scale that belongs to the lane's row i of a tile.
+  static DK_DEVICE u32 scale_at(u32 scales, i32 tile, i32 i) {
+    return scales + 4 * (tile * kTileRows + 8 * i);
+  }
   template <bool kEdge>
-  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], const float* scale, i32 set,
-                       i32 tile, const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
+  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], const float* scale, u32 scales,
+                       i32 set, i32 tile, i32 kv_row) const {
     DK_UNROLL
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
+      const u32 token = tokens + sizeof(Token) * Sum::further(set, slot);
       Logit* row;
       if constexpr (kKeepsPointer)
         row = out;
       else
-        row = row_pointer(Sum::further(set, slot), kv_row);
+        row = row_pointer(token, kv_row);
       DK_UNROLL
       for (i32 i = 0; i < Sum::kRows; ++i) {
-        const float value = kept[slot][i] * scale[i];
         const i32 offset = tile * kTileRows + 8 * i;
         if (!Sum::stores()) continue;
         if constexpr (!kEdge) {
-          store_logit(row + offset, value);
+          store_logit(row + offset, kept[slot][i] * scale[i]);
         } else {
-          const i32 token = first_token() + Sum::further(set, slot);
-          const MqaWindow window{ptx::load_shared_i32(ptx::smem_addr(&unit.window_begin[token])),
-                                 ptx::load_shared_i32(ptx::smem_addr(&unit.window_end[token]))};
-          const RowEdge edge =
-              row_edge(args, window, ptx::load_shared_i32(ptx::smem_addr(&unit.row)) + token);
-          const i32 column = kv_row + tile_row + offset - (args.compressed ? window.begin : 0);
-          store_edge<S.clean != Clean::off>(row + offset, column, edge, value);
+          const float value =
+              scaled_sum(kept[slot][i], ptx::load_shared_f32(scale_at(scales, tile, i)),
+                         ptx::load_shared_f32(token + Token::kPowerAt));
+          store_edge<S.clean != Clean::off>(row + offset, kv_row + tile_row + offset,
+                                            load_edge(token + Token::kEdgeAt), value);
         }
       }
     }
@@ -312,50 +338,55 @@ struct Math {
 
   // Sums and stores the token sets of a tile one after the other.
   template <bool kEdge, i32 kSet = 0>
-  DK_DEVICE void reduce(const float (&x)[64], const float* scale, i32 tile,
-                        const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
+  DK_DEVICE void reduce(const float (&x)[64], const float* scale, u32 scales, i32 tile,
+                        i32 kv_row) const {
     if constexpr (kSet < Sum::kSets) {
       float sum[Sum::kSlots][2];
       float kept[Sum::kSlots][Sum::kRows];
       Sum::template add_set<kSet>(sum, x, weight);
       Sum::join(kept, sum);
-      store<kEdge>(kept, scale, kSet, tile, unit, kv_row);
-      reduce<kEdge, kSet + 1>(x, scale, tile, unit, kv_row);
+      store<kEdge>(kept, scale, scales, kSet, tile, kv_row);
+      reduce<kEdge, kSet + 1>(x, scale, scales, tile, kv_row);
     }
   }
 
+  // Rows and scales are read: the stage may be refilled.
+  DK_DEVICE void release_stage() const {
+    ptx::sync_warp();
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
+  }
   // Scores, head sums and stores of 64 kv rows.
   template <bool kEdge>
-  DK_DEVICE void one_tile(i32 tile, u32 kv, u32 scales, const Unit<S.tokens_per_block()>& unit,
-                          float scale_up, i32 kv_row) const {
+  DK_DEVICE void one_tile(i32 tile, u32 kv, u32 scales, i32 kv_row) const {
+    const bool is_last = tile == kTiles - 1;
     float x[64];
     start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
-    float scale[Sum::kRows];
-    DK_UNROLL
-    for (i32 i = 0; i < Sum::kRows; ++i)
-      scale[i] = ptx::load_shared_f32(scales + 4 * (tile * kTileRows + 8 * i)) * scale_up;
-    ptx::wgmma_wait_group<0>(x);
-    if (tile == kTiles - 1) {  // rows and scales are read: the stage may be refilled
-      ptx::sync_warp();
-      if (ptx::lane_index() == 0)
-        ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
+    if constexpr (kEdge) {  // scales are read where they are used: the edge tests need registers
+      ptx::wgmma_wait_group<0>(x);
+      reduce<kEdge>(x, nullptr, scales, tile, kv_row);
+      if (is_last) release_stage();
+    } else {
+      float scale[Sum::kRows];
+      DK_UNROLL
+      for (i32 i = 0; i < Sum::kRows; ++i)
+        scale[i] = ptx::load_shared_f32(scale_at(scales, tile, i));
+      ptx::wgmma_wait_group<0>(x);
+      if (is_last) release_stage();
+      reduce<kEdge>(x, scale, scales, tile, kv_row);
     }
-    reduce<kEdge>(x, scale, tile, unit, kv_row);
   }
 
   template <bool kEdge>
-  DK_DEVICE void stage(const Unit<S.tokens_per_block()>& unit, float scale_up, i32 kv_row) {
+  DK_DEVICE void stage(i32 kv_row) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
     const u32 scales = ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + 4 * tile_row;
     const u32 kv = kv_low + stages.slot * (S.kv_stage_bytes() >> 4);
     if constexpr (kEdge) {  // few of them: one copy of the tile, which compiles faster
       DK_NO_UNROLL
-      for (i32 tile = 0; tile < kTiles; ++tile)
-        one_tile<kEdge>(tile, kv, scales, unit, scale_up, kv_row);
+      for (i32 tile = 0; tile < kTiles; ++tile) one_tile<kEdge>(tile, kv, scales, kv_row);
     } else {
       DK_UNROLL
-      for (i32 tile = 0; tile < kTiles; ++tile)
-        one_tile<kEdge>(tile, kv, scales, unit, scale_up, kv_row);
+      for (i32 tile = 0; tile < kTiles; ++tile) one_tile<kEdge>(tile, kv, scales, kv_row);
     }
     stages.next();
     if constexpr (kKeepsPointer) out += S.kv_stage_rows();
@@ -371,8 +402,8 @@ struct Math {
       weight[2 * octet] = pair[0];
       weight[2 * octet + 1] = pair[1];
     }
-    origins = ptx::smem_addr(&unit.origin[first_token()]);
-    if constexpr (kKeepsPointer) out = row_pointer(0, kv_row);
+    tokens = ptx::smem_addr(&unit.token[group * S.tokens_per_group() + Sum::first_token()]);
+    if constexpr (kKeepsPointer) out = row_pointer(tokens, kv_row);
   }
 
   DK_DEVICE void run() {
@@ -387,7 +418,6 @@ struct Math {
       i32 num_stages = ptx::load_shared_i32(ptx::smem_addr(&unit.num_stages));
       if (num_stages == 0) return;
       i32 kv_row = ptx::load_shared_i32(ptx::smem_addr(&unit.kv_begin));
-      const float scale_up = ptx::load_shared_f32(ptx::smem_addr(&unit.scale_up));
       open_unit(unit, units.slot, kv_row);
       DK_NO_UNROLL
       for (; num_stages > 0; --num_stages, kv_row += S.kv_stage_rows()) {
@@ -395,9 +425,9 @@ struct Math {
         const i32 full_begin = ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group]));
         const i32 full_end = ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
         if (kv_row >= full_begin && kv_row + S.kv_stage_rows() <= full_end)
-          stage<false>(unit, scale_up, kv_row);
+          stage<false>(kv_row);
         else
-          stage<true>(unit, scale_up, kv_row);
+          stage<true>(kv_row);
       }
       ptx::sync_warp();
       if (ptx::lane_index() == 0)

@@ -26,16 +26,6 @@ inline constexpr float kSatScore = 0x1p-25f;
 inline constexpr float kSatWeight = 0x1p25f;
 constexpr bool octet_saturates(i32 octet) { return octet % 3 == 0; }
 
-// Weights of 2^100 and more would leave float32 once they carry 2^25: such a block's weights go
-// down by 2^40 and its kv scales up.
-inline constexpr i32 kHugeWeightExponent = 127 + 100;
-inline constexpr float kHugeWeightDown = 0x1p-40f;
-inline constexpr float kHugeWeightUp = 0x1p40f;
-DK_DEVICE bool is_huge_weight(float weight) {
-  const i32 exponent = static_cast<i32>(ptx::bits_of(weight) >> 23 & 255u);
-  return exponent >= kHugeWeightExponent && exponent < 255;
-}
-
 DK_DEVICE float load_weight(const MqaLogitsArgs& args, i32 row, i32 head) {
   if (row >= args.num_q || head >= args.num_heads) return 0.0f;
   const i64 index = row * args.weights_stride + head;
@@ -48,6 +38,43 @@ DK_DEVICE float load_weight(const MqaLogitsArgs& args, i32 row, i32 head) {
       break;
   }
   return ptx::float_of_f16(ptx::load_global(static_cast<const u16*>(args.weights) + index));
+}
+
+// Weights of 2^95 and more could leave float32 in the sum over heads (a factor below 2^25 * 128) or
+// with kSatWeight, weights below 2^-90 lose bits in it. A token whose greatest weight is such a one
+// computes with all its weights divided by a power of two, which its logits owe: 1 for every
+// ordinary token. Per token, so that no logit depends on what else a call holds.
+inline constexpr i32 kMinWeightExponent = -90;
+inline constexpr i32 kMaxWeightExponent = 94;
+inline constexpr i32 kNoExponent = -128;
+// kNoExponent for zeros, infinities and NaNs, which no power of two changes; denormals: -127.
+DK_DEVICE i32 exponent_of(float value) {
+  const u32 magnitude = ptx::bits_of(value) & 0x7fffffffu;
+  const i32 biased = static_cast<i32>(magnitude >> 23);
+  return magnitude == 0 || biased == 255 ? kNoExponent : biased - 127;
+}
+DK_DEVICE bool is_extreme(i32 exponent) {
+  return exponent > kMaxWeightExponent ||
+         (exponent < kMinWeightExponent && exponent != kNoExponent);
+}
+// Whether a weight calls for a look at its whole token.
+DK_DEVICE bool is_extreme_weight(float weight) { return is_extreme(exponent_of(weight)); }
+DK_DEVICE float owed_power(const MqaLogitsArgs& args, i32 row) {
+  i32 greatest = kNoExponent;
+  DK_NO_UNROLL
+  for (i32 head = 0; head < args.num_heads; ++head)
+    greatest = max_of(greatest, exponent_of(load_weight(args, row, head)));
+  if (!is_extreme(greatest)) return 1.0f;
+  // Up to 126 either way: there the reciprocal is a normal number too.
+  return ptx::float_of(static_cast<u32>(clamp_to(greatest, -126, 126) + 127) << 23);
+}
+DK_DEVICE float reciprocal(float power) {
+  return ptx::float_of((254u << 23) - ptx::bits_of(power));
+}
+// A logit from its sum over heads. Neither product leaves float32 before the logit does.
+DK_DEVICE float scaled_sum(float sum, float scale, float power) {
+  const bool opposite = (scale < 1.0f) == (power > 1.0f);
+  return opposite ? sum * (scale * power) : sum * scale * power;
 }
 
 // How the four lanes that share a kv row split and join the heads of their tokens.
@@ -117,24 +144,27 @@ struct HeadSum {
   }
 };
 
-// One row's window in its own columns; only the edge tiles look at it.
+// What the edge tiles of a row have to know, in kv tokens.
 struct RowEdge {
-  i32 begin;  // columns of the window
+  i32 begin;  // window
   i32 end;
-  i32 width;  // columns that exist; 0 for rows that do not
+  i32 first;  // kv tokens that have a column, [first, last); none for a row that is not there
+  i32 last;
 };
 DK_DEVICE RowEdge row_edge(const MqaLogitsArgs& args, MqaWindow window, i32 row) {
-  const i32 shift = args.compressed ? window.begin : 0;
-  return {window.begin - shift, window.end - shift, row < args.num_q ? args.width : 0};
+  const i32 first = args.compressed ? window.begin : 0;
+  const i64 last = row < args.num_q ? i64{first} + args.width : first;
+  return {window.begin, window.end, first, static_cast<i32>(min_of<i64>(last, 0x7fffffff))};
 }
 // Element of logits where kv token 0 of the row would be; before the row itself when compressed.
 DK_DEVICE i64 row_origin(const MqaLogitsArgs& args, MqaWindow window, i32 row) {
   return row * args.logits_stride - (args.compressed ? window.begin : 0);
 }
+// `address` is where kv token `token` of the row goes.
 template <bool kClean, class Logit>
-DK_DEVICE void store_edge(Logit* address, i32 column, RowEdge edge, float value) {
-  if (column < 0 || column >= edge.width) return;
-  if (column >= edge.begin && column < edge.end)
+DK_DEVICE void store_edge(Logit* address, i32 token, RowEdge edge, float value) {
+  if (token < edge.first || token >= edge.last) return;
+  if (token >= edge.begin && token < edge.end)
     store_logit(address, value);
   else if (kClean)
     store_logit(address, ptx::float_of(kNegativeInfinity));

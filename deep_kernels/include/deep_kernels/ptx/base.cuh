@@ -118,8 +118,7 @@ DK_DEVICE u16 bf16_of(float value) {
   return bits;
 }
 
-// --- converged: called by all 32 lanes at one place
-// -------------------------------------------------
+// --- converged: called by all 32 lanes at one place ----------------------------------------------
 
 DK_DEVICE void sync_warp() { __syncwarp(); }
 DK_DEVICE float shuffle_xor(float value, i32 mask) {
@@ -134,8 +133,7 @@ DK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) !
 DK_DEVICE i32 reduce_min(i32 value) { return __reduce_min_sync(0xffffffffu, value); }
 DK_DEVICE i32 reduce_max(i32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
-// --- block barriers
-// -------------------------------------------------------------------------------
+// --- block barriers ------------------------------------------------------------------------------
 
 DK_DEVICE void sync_threads() { __syncthreads(); }
 // Barrier 0 belongs to sync_threads(). num_threads: multiple of 32, all participants.
@@ -143,8 +141,7 @@ DK_DEVICE void barrier_sync(u32 id, u32 num_threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// --- cp.async, ldmatrix, mma.sync
-// ------------------------------------------------------------------
+// --- cp.async, ldmatrix, mma.sync ----------------------------------------------------------------
 
 // Copies `bytes` (0 or 16) from global to shared and fills the rest of the 16 with zeros.
 DK_DEVICE void cp_async_16(u32 smem, const void* global, u32 bytes) {

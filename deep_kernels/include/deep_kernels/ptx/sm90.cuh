@@ -12,8 +12,7 @@ struct alignas(64) TensorMap {
   u8 bytes[128];
 };
 
-// --- mbarrier: 8 bytes of shared memory
-// ---------------------------------------------------------------
+// --- mbarrier: 8 bytes of shared memory ----------------------------------------------------------
 
 DK_DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -48,8 +47,7 @@ DK_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// --- TMA: global to shared, completion counted in bytes on an mbarrier
-// -----------------------------------
+// --- TMA: global to shared, completion counted in bytes on an mbarrier ---------------------------
 
 DK_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -77,8 +75,7 @@ DK_DEVICE void tma_load_3d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i
       : "memory");
 }
 
-// --- wgmma: all 128 threads of a warpgroup
-// ------------------------------------------------------------------
+// --- wgmma: all 128 threads of a warpgroup -------------------------------------------------------
 
 // Orders register accesses before the first wgmma of a group.
 DK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -130,15 +127,13 @@ DK_DEVICE void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumula
       : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-// --- dependent launch
-// -------------------------------------------------------------------------------------------
+// --- dependent launch ----------------------------------------------------------------------------
 
 // Waits for the kernels ahead in the stream and their writes; returns at once unless this one was
 // launched programmatically dependent.
 DK_DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// --- registers of a warpgroup
-// ---------------------------------------------------------------------------------
+// --- registers of a warpgroup --------------------------------------------------------------------
 
 template <i32 kRegisters>
 DK_DEVICE void set_max_registers_up() {
