@@ -492,7 +492,10 @@ def _wants_gradient(x: Tensor) -> bool:
     """By either mode of differentiation; a tangent cannot be asked for while torch.compile traces."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
-    return not torch.compiler.is_compiling() and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+    if torch.compiler.is_compiling():
+        return False
+    tangent = torch.autograd.forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]
+    return tangent is not None
 
 
 def _check_scale(name: str, values: Tensor, scale: Tensor, dtype: torch.dtype) -> None:

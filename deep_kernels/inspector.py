@@ -52,7 +52,7 @@ class Entry:
 
 def spilled_bytes(about: Mapping[str, Any]) -> int:
     """What a Spec's spill limit is compared with. What is stored is loaded again: only one of the two counts."""
-    return max(about["spill_store_bytes"], about["spill_load_bytes"])
+    return max(int(about["spill_store_bytes"]), int(about["spill_load_bytes"]))
 
 
 def read_entry(file: Path) -> Entry:
