@@ -3,7 +3,8 @@
 Everything here is plain torch, so it runs on CPU and CUDA, under torch.compile and on fake tensors, and needs
 neither the extension nor a compiler. Rounding is to nearest even. Finite values are clamped before they are
 converted, and NaN codes are written as bytes, because torch's own float32 -> e4m3 conversion of NaN, inf and
-values above 448 is not the same in all versions.
+values above 448 is not the same in all versions. What rounds has no gradient and refuses an input that requires
+one in grad mode, as the ops do; dequantizing is differentiable in a float32 scale.
 """
 
 from __future__ import annotations
@@ -220,10 +221,10 @@ def float_to_e4m3(x: Tensor) -> Tensor:
         [..], float8_e4m3fn.
     Raises:
         TypeError: x is not a tensor.
-        ValueError: x has another dtype.
+        ValueError: x has another dtype, or requires grad in grad mode.
     Source: OCP 8-bit Floating Point Specification v1.0, section 5.
     """
-    _check_floats("float_to_e4m3", x)
+    _check_roundable("float_to_e4m3", x)
     finite = torch.isfinite(x)
     # Inside +-448 torch's conversion is the plain nearest-even one in all versions; nothing else reaches it.
     codes = torch.where(finite, x, 0.0).clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)
@@ -241,10 +242,10 @@ def float_to_e2m1(x: Tensor) -> Tensor:
         [.., D / 2], int8.
     Raises:
         TypeError: x is not a tensor.
-        ValueError: x has another dtype, or an odd last dimension.
+        ValueError: x has another dtype or an odd last dimension, or requires grad in grad mode.
     Source: OCP Microscaling Formats v1.0, section 5.3.3.
     """
-    _check_floats("float_to_e2m1", x)
+    _check_roundable("float_to_e2m1", x)
     if x.dim() == 0 or x.size(-1) % 2 != 0:
         raise ValueError(f"float_to_e2m1: x must have an even last dimension, got {_describe(x)}")
     magnitude = x.abs()
@@ -455,12 +456,10 @@ def _apply_mx_scale(name: str, decoded: Tensor, values: Tensor, scale: Tensor, w
 
 def _as_float32(name: str, x: Tensor, head_dims: tuple[int, ...] | None) -> Tensor:
     """Checks the input of a quantizer; float64 is clamped first so that a finite value stays finite."""
-    _check_floats(name, x)
+    _check_roundable(name, x)
     if x.dim() == 0 or (x.size(-1) < 1 if head_dims is None else x.size(-1) not in head_dims):
         wanted = "head_dim >= 1" if head_dims is None else f"head_dim in {_list(head_dims)}"
         raise ValueError(f"{name}: x must be [.., {wanted}], got {_describe(x)}")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: x requires grad, and quantization has no gradient; call it under torch.no_grad()")
     if x.dtype == torch.float64:
         x = torch.where(torch.isinf(x), x, x.clamp(-_FLOAT32_MAX, _FLOAT32_MAX))
     return x.to(torch.float32)
@@ -479,10 +478,24 @@ def _check_tensor(name: str, argument: str, value: object) -> None:
         raise TypeError(f"{name}: {argument} must be a torch.Tensor, got {type(value).__name__}")
 
 
-def _check_floats(name: str, x: Tensor) -> None:
+def _check_roundable(name: str, x: Tensor) -> None:
     _check_tensor(name, "x", x)
     if x.dtype not in _FLOATS:
         raise ValueError(f"{name}: x must be float16, bfloat16, float32 or float64, got {_describe(x)}")
+    if _wants_gradient(x):
+        raise ValueError(
+            f"{name}: x requires grad, but rounding has no gradient: call it under torch.no_grad() or detach the input"
+        )
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    """By either mode of differentiation; a tangent cannot be asked for while torch.compile traces."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    tangent = torch.autograd.forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]
+    return tangent is not None
 
 
 def _check_scale(name: str, values: Tensor, scale: Tensor, dtype: torch.dtype) -> None:

@@ -2,7 +2,7 @@
 """Compiles every legal kernel for the named archs, on any machine, and checks what the assembler made of each.
 
     scripts/compile_all.py                                        every kernel of every known target
-    scripts/compile_all.py --arch sm_90a,sm89:sm_90a --op mqa_logits
+    scripts/compile_all.py --arch sm_90a,sm89:sm_90a --kernel mqa_logits
     scripts/compile_all.py --subset pairwise                      every value of every field, in pairs
     scripts/compile_all.py --out prebuilt                         usable as DEEP_KERNELS_PREBUILT_DIR
 
@@ -97,8 +97,10 @@ def collect(arch: str, only: Sequence[str] = (), subset: str | None = None) -> l
 
 def problems_of(about: Mapping[str, Any], num_wgmma: int | None) -> list[str]:
     """What is wrong with an entry; `num_wgmma` as counted in its machine code, None if nothing could count."""
+    from deep_kernels.inspector import spilled_bytes
+
     found = []
-    spilled = max(about["spill_store_bytes"], about["spill_load_bytes"])  # what is stored is what is loaded again
+    spilled = spilled_bytes(about)
     if spilled > about["spill_limit_bytes"]:
         found.append(f"spills {spilled} bytes, {about['spill_limit_bytes']} are allowed")
     if about["wgmma_serialized"]:
@@ -198,7 +200,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", action="extend", type=words, help='"sm_89,sm_90a,sm89:sm_90a"; default: every known')
-    parser.add_argument("--op", action="extend", type=words, default=[], help="only these kernels, by name")
+    parser.add_argument("--kernel", action="extend", type=words, default=[], help="only these, as --list names them")
     parser.add_argument("--subset", choices=["pairwise"], help="a small part that has every pair of field values")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="kernels at a time")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where kernels go instead of the cache")
@@ -222,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         os.environ["DEEP_KERNELS_CACHE_DIR"] = str(args.out.absolute())
     try:
-        jobs = [job for arch in args.arch or _C.known_targets() for job in collect(arch, args.op, args.subset)]
+        jobs = [job for arch in args.arch or _C.known_targets() for job in collect(arch, args.kernel, args.subset)]
         if not args.list:
             _C.nvrtc()
     except (ValueError, deep_kernels.UnsupportedError, deep_kernels.CompileError) as error:

@@ -44,16 +44,15 @@ def say(text: str) -> None:
 # --- what an interpreter has: asked of it by running this file with --facts --------------------------------
 
 
-def requirements(extra: str | None) -> list[str]:
-    """What pyproject.toml asks for to build, to run and, with an extra, to test."""
+def requirements(extra: str) -> list[str]:
+    """What pyproject.toml asks for to build, to run and for an extra, "demo" or "test"."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         from pip._vendor import tomli as tomllib
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    if extra:
-        wanted += project["project"]["optional-dependencies"][extra]
+    wanted += project["project"]["optional-dependencies"][extra]
     return [*dict.fromkeys(wanted), "pip>=22"]  # 22: editable installs by pyproject.toml
 
 
@@ -91,7 +90,7 @@ def is_registered() -> bool:
     return found.get("url") == ROOT.as_uri() and bool(found.get("dir_info", {}).get("editable"))
 
 
-def facts(extra: str | None) -> dict[str, Any]:
+def facts(extra: str) -> dict[str, Any]:
     in_venv = sys.prefix != sys.base_prefix
     marker = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"  # PEP 668
     has_pip = importlib.util.find_spec("pip") is not None
@@ -132,9 +131,9 @@ def call(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedP
     )
 
 
-def ask(python: str | Path, extra: str | None) -> dict[str, Any] | None:
+def ask(python: str | Path, extra: str) -> dict[str, Any] | None:
     """Facts of an interpreter; None if it does not run."""
-    options = ["--no-tests"] if extra is None else []
+    options = ["--no-tests"] if extra == "demo" else []
     try:
         done = call([python, __file__, "--facts", *options], capture_output=True)
     except OSError:
@@ -195,7 +194,7 @@ def runs(python: Path) -> bool:
         return False
 
 
-def choose_python(extra: str | None) -> tuple[Path, str | None]:
+def choose_python(extra: str) -> tuple[Path, str | None]:
     """The interpreter to set up, and its torch if it was looked at already."""
     version, _ = import_torch(sys.executable)
     if not is_new_enough(version):
@@ -327,7 +326,7 @@ def stamp(extension: str, torch: str) -> str:
     return f"{fingerprint()} {path.stat().st_mtime_ns if path.exists() else 0} torch {torch}"
 
 
-def set_up(extra: str | None, with_build: bool) -> Path:
+def set_up(extra: str, with_build: bool) -> Path:
     state = State.load()
     base, base_torch = sys.executable, installed("torch")
     found = torch = None
@@ -359,12 +358,12 @@ def set_up(extra: str | None, with_build: bool) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/setup.sh", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--no-tests", action="store_true", help="without the packages that tests and checks need")
+    parser.add_argument("--no-tests", action="store_true", help="what the demo needs, without tests and checks")
     parser.add_argument("--no-build", action="store_true", help="without building and registering deep_kernels")
     parser.add_argument("--print-python", action="store_true", help="print the interpreter that was set up")
     parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    extra = None if args.no_tests else "test"
+    extra = "demo" if args.no_tests else "test"
     if args.facts:
         print(json.dumps(facts(extra)))
         return 0

@@ -210,6 +210,14 @@ def test_list(run: Run, two: tuple[Path, Path]) -> None:
         assert row[7:] == [f"{about['compile_seconds']:.2f}", "cache"]
 
 
+def test_list_shows_the_spills_that_the_limit_compares(run: Run, warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = _C.read_entry(warm)
+    about = json.loads(content["about"]) | {"spill_store_bytes": 8, "spill_load_bytes": 12}
+    monkeypatch.setattr(_C, "read_entry", lambda file: content | {"about": json.dumps(about)})
+    header, row = (re.split(r"  +", line) for line in run("list")[1].splitlines())
+    assert row[header.index("spills")] == "12"
+
+
 def test_list_shows_what_is_broken(run: Run, two: tuple[Path, Path], entry: dict[str, Any]) -> None:
     two[0].write_bytes(b"x")
     foreign = two[0].with_name("dk_strange.dk")

@@ -310,7 +310,7 @@ def test_kernel_that_does_not_compile_is_one_line_and_the_others_go_on(
     ("arguments", "words"),
     [
         (["--arch", "sm_42x"], "arch must be a backend"),
-        (["--arch", "sm_89", "--op", "none"], "sm_89 has no kernel named none; it has"),
+        (["--arch", "sm_89", "--kernel", "none"], "sm_89 has no kernel named none; it has"),
     ],
 )
 def test_nothing_can_be_done(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from deep_kernels import demo, formats
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD_TO_THREE = demo_queries.BEFORE_TUNING + demo_queries.AFTER_TUNING
+UNSEEN = (demo_queries.AFTER_TUNING, demo_queries.AFTER_REPAIR, demo_queries.AFTER_SYNONYMS)
 
 NOTES = """\
 Garden notes
@@ -69,9 +70,10 @@ def write(folder: Path, content: str | bytes, name: str = "notes.txt") -> str:
 
 
 def test_the_questions_are_what_they_claim() -> None:
-    questions = HELD_TO_THREE + demo_queries.WHILE_TUNING + demo_queries.AFTER_REPAIR
+    seen = demo_queries.BEFORE_TUNING + demo_queries.WHILE_TUNING + demo_queries.PLAIN_WORDS
+    questions = sum(UNSEEN, seen)
     assert len(HELD_TO_THREE) >= 20
-    assert len(demo_queries.AFTER_TUNING) == len(demo_queries.AFTER_REPAIR) == 10
+    assert [len(asked) for asked in UNSEEN] == [10] * 3
     assert len({question for question, _ in questions}) == len(questions)
     topics = {topic for document in demo.load_topics().documents for topic in document.name.split(", ")}
     assert {topic for _, topic in questions} <= topics
@@ -89,7 +91,15 @@ def test_mx_formats_rank_as_well(format: str) -> None:
     assert missed == []
 
 
-@pytest.mark.parametrize(("asked", "least"), [(demo_queries.WHILE_TUNING, 80), (demo_queries.AFTER_REPAIR, 8)])
+@pytest.mark.parametrize(
+    ("asked", "least"),
+    [
+        (demo_queries.WHILE_TUNING, 80),
+        (demo_queries.AFTER_REPAIR, 8),
+        (demo_queries.PLAIN_WORDS, 25),
+        (demo_queries.AFTER_SYNONYMS, 9),  # each Python's topics differ a little
+    ],
+)
 def test_most_other_questions_hit(asked: tuple[tuple[str, str], ...], least: int) -> None:
     hits = sum(topic in first_three(topic_index(), question) for question, topic in asked)
     assert hits >= least
@@ -107,6 +117,24 @@ def test_forms_of_a_word_match() -> None:
         assert float(vectors.embed([word])[0] @ vectors.embed([form])[0]) > 0.6
     for word, other in (("module", "string"), ("yield", "lambda"), ("assign", "table")):
         assert abs(float(vectors.embed([word])[0] @ vectors.embed([other])[0])) < 0.4
+
+
+def test_synonyms_match_in_every_form_and_less_than_the_word_itself() -> None:
+    vectors = topic_index().vectors
+    for word, synonym in (("catch", "handler"), ("throw", "raised"), ("delete", "removing"), ("text", "strings")):
+        assert 0.25 < float(vectors.embed([word])[0] @ vectors.embed([synonym])[0]) < 0.75
+    for word in ("important", "strip", "delimiter", "loopback"):  # they only begin like one
+        assert demo.SYNONYM.fullmatch(word) is None
+
+
+def test_every_synonym_belongs_to_one_line() -> None:
+    lines = [line.split() for line in demo.SYNONYMS.strip().splitlines()]
+    words = [word for line in lines for word in line]
+    assert len(set(words)) == len(words)
+    for number, line in enumerate(lines, start=1):
+        for word in line:
+            found = demo.SYNONYM.fullmatch(word)
+            assert found is not None and found.lastindex == number
 
 
 def test_rare_terms_weigh_more() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 
 import oracle
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from deep_kernels import formats
 
@@ -446,11 +449,6 @@ INT8, INT32 = torch.zeros(4, 32, dtype=torch.int8), torch.zeros(4, dtype=torch.i
             "quantize_mxfp4: .* got float32 [2, 256]",
         ),
         (
-            lambda: formats.quantize_mxfp4(torch.ones(32, requires_grad=True)),
-            ValueError,
-            "call it under torch.no_grad",
-        ),
-        (
             lambda: formats.dequantize_fp8(FP8, None),
             TypeError,
             "dequantize_fp8: scale must be .*, got NoneType",
@@ -564,11 +562,36 @@ def test_refusals_say_what_came(call, error: type[Exception], words: str) -> Non
         assert at >= 0, f"{part.strip()!r} is not in {message!r}"
 
 
-def test_no_grad_is_the_way_to_quantize_parameters() -> None:
+ROUNDING = (
+    formats.quantize_fp8,
+    formats.quantize_mxfp8,
+    formats.quantize_mxfp4,
+    formats.float_to_e4m3,
+    formats.float_to_e2m1,
+)
+
+
+@pytest.mark.parametrize("rounding", ROUNDING, ids=lambda function: function.__name__)
+def test_rounding_refuses_to_drop_a_gradient(rounding: Callable[[Tensor], object]) -> None:
     weight = torch.nn.Parameter(torch.randn(4, 32))
+    sentence = (
+        f"{rounding.__name__}: x requires grad, but rounding has no gradient: "
+        "call it under torch.no_grad() or detach the input"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        rounding(weight)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        rounding(forward_ad.make_dual(weight.detach(), torch.ones(4, 32)))
+    rounding(weight.detach())
     with torch.no_grad():
-        values, scale = formats.quantize_fp8(weight)
-    assert not values.requires_grad and not scale.requires_grad
+        assert "requires_grad" not in repr(rounding(weight))
+
+
+def test_dequantizing_is_differentiable_in_its_scale() -> None:
+    values, scale = formats.quantize_fp8(torch.randn(4, 32))
+    formats.dequantize_fp8(values, scale.requires_grad_()).sum().backward()
+    assert scale.grad is not None
+    torch.testing.assert_close(scale.grad, values.float().sum(dim=-1))
 
 
 def test_inputs_stay_unchanged() -> None:

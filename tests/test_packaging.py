@@ -86,10 +86,17 @@ def test_wheel_is_tagged_for_this_python_and_says_what_it_needs(wheel: Path) -> 
     assert f"Version: {deep_kernels.__version__}" in text
 
 
-def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site packages"
+@pytest.fixture(scope="module")
+def installed_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel was installed into, which PYTHONPATH has to name."""
+    folder = tmp_path_factory.mktemp("installed")
+    site = folder / "site packages"
     options = ["--quiet", "--no-deps", "--no-index", "--target", str(site)]
-    run([sys.executable, "-m", "pip", "install", *options, str(wheel)], env=environment(), cwd=tmp_path)
+    run([sys.executable, "-m", "pip", "install", *options, str(wheel)], env=environment(), cwd=folder)
+    return site
+
+
+def test_wheel_works_from_another_folder(installed_wheel: Path, tmp_path: Path) -> None:
     script = """
 import json, sys, torch
 import deep_kernels as dk
@@ -105,13 +112,21 @@ except dk.CompileError as error:
 facts = {"file": dk.__file__, "finite": logits.isfinite().sum().item(), "digest": _C.include_digest(), "origin": origin}
 print(json.dumps(facts))
 """
-    variables = environment(PYTHONPATH=str(site), DEEP_KERNELS_CACHE_DIR=str(tmp_path / "cache"))
+    variables = environment(PYTHONPATH=str(installed_wheel), DEEP_KERNELS_CACHE_DIR=str(tmp_path / "cache"))
     variables.pop("DEEP_KERNELS_PREBUILT_DIR", None)
     facts = json.loads(run([sys.executable, "-c", script], env=variables, cwd=tmp_path).stdout)
-    assert facts["file"] == str(site / "deep_kernels" / "__init__.py")
+    assert facts["file"] == str(installed_wheel / "deep_kernels" / "__init__.py")
     assert facts["finite"] == 61
     assert facts["digest"] == _C.include_digest()
     assert facts["origin"] == "compiled" or "NVRTC" in facts["origin"]
+
+
+def test_wheel_says_that_it_lacks_the_emulator(installed_wheel: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deep_kernels", "emulate", "fp8_fp4_mqa_logits"]
+    variables = environment(PYTHONPATH=str(installed_wheel))
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+    sentence = "emulate: needs a checkout of the project; an installed package does not hold the emulator\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
 
 
 # --- source archive -----------------------------------------------------------------------------------------
@@ -320,6 +335,14 @@ def test_setup_looks_again_when_its_python_is_gone(checkout: Path, tmp_path: Pat
     assert (done.returncode, done.stdout) == (0, f"{sys.executable}\n"), done.stderr
 
 
+def test_setup_brings_numpy_without_the_test_extra_too(setup_module: ModuleType) -> None:
+    """torch warns where it is missing."""
+    wanted = setup_module.requirements("demo")
+    assert "numpy" in wanted
+    assert not [name for name in wanted if name.startswith(("pytest", "ruff", "mypy"))]
+    assert set(wanted) < set(setup_module.requirements("test"))
+
+
 def test_half_made_virtual_environment_is_made_anew(
     setup_module: ModuleType, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,7 +352,7 @@ def test_half_made_virtual_environment_is_made_anew(
     (venv / "bin" / "python").symlink_to("/nonexistent/python")
     python = setup_module.ensure_venv()
     assert capfd.readouterr().err == f"setup: {venv} is broken or half made: making it anew\n"
-    assert setup_module.ask(python, None)["has_pip"]
+    assert setup_module.ask(python, "demo")["has_pip"]
     # One that works is left as it is.
     before = os.stat(venv / "pyvenv.cfg")
     assert setup_module.ensure_venv() == python

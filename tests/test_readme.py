@@ -1,0 +1,63 @@
+"""README.md: its Python runs, and its commands and links are those of the project."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deep_kernels
+from deep_kernels.__main__ import main
+
+pytest_plugins = ("runtime_fixtures",)
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    """The blocks of a language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """The words of every `python -m deep_kernels` line."""
+    lines = "".join(fenced(ROOT / "README.md", "sh")).splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line[3:] for line in words if line[:3] == ["python", "-m", "deep_kernels"]]
+
+
+def test_the_snippet_of_the_op_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(fenced(ROOT / "README.md", "python")[0], names)
+    logits, start, end = names["logits"], names["start"], names["end"]
+    assert logits.shape == (names["num_q"], names["num_kv"])
+    columns = torch.arange(names["num_kv"], dtype=torch.int32)
+    inside = (columns >= start[:, None]) & (columns < end[:, None])
+    assert torch.equal(logits.isfinite(), inside)
+    assert bool((logits[~inside] == -torch.inf).all())
+
+
+def test_the_snippet_that_compiles_ahead_runs(no_settings: Path, nvrtc: tuple[str, str]) -> None:
+    _, ahead = fenced(ROOT / "README.md", "python")
+    exec(ahead, {"dk": deep_kernels})
+    assert len(list(no_settings.glob("*.dk"))) == 2  # the logits and their schedule
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_are_known(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever does its work elsewhere is asked for its help alone."""
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--help"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m deep_kernels {words[0]}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), target
