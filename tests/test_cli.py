@@ -424,16 +424,20 @@ def test_clear(run: Run, two: tuple[Path, Path], tmp_path: Path, monkeypatch: py
     folder = two[0].parent
     prebuilt = Path(shutil.copytree(folder, tmp_path / "prebuilt"))
     monkeypatch.setenv("DEEP_KERNELS_PREBUILT_DIR", str(prebuilt))
-    (folder / ".writing-1-x-dk_y.dk").write_bytes(b"half")
-    (folder / ".moved-1-x-dk_z.dk").mkdir()
-    (folder / ".moved-1-x-dk_z.dk" / "file").touch()
-    (folder / "mine.txt").write_text("of the user")
-    (folder / "drawing.dk").write_text("of the user")
+    (folder / f".writing-1-00c0ffee-{two[0].name}").write_bytes(b"half")
+    of_others = ("mine.txt", "drawing.dk", "dk_notes.dk", ".writing-1-x-dk_y.dk", ".writing-diary", ".moved-out")
+    for name in of_others:
+        (folder / name).write_text("of the user")
+    folders = (f".moved-1-00c0ffee-{two[0].name}", ".moved-in", f".writing-2-00c0ffee-{two[0].name}", "dk_x-nvrtc1.dk")
+    for name in folders:
+        (folder / name).mkdir()
+        (folder / name / "file").touch()
     size = inspector.size_text(inspector.total_size([Path(file) for file in _C.removable_files(folder)]))
-    assert run("clear", "--dry-run") == (0, f"4 files, {size}, would be removed from {folder}\n", "")
-    assert len(os.listdir(folder)) == 6
-    assert run("clear") == (0, f"4 files, {size}, removed from {folder}\n", "")
-    assert sorted(os.listdir(folder)) == ["drawing.dk", "mine.txt"]
+    assert run("clear", "--dry-run") == (0, f"3 files, {size}, would be removed from {folder}\n", "")
+    assert len(os.listdir(folder)) == 3 + len(of_others) + len(folders)
+    assert run("clear") == (0, f"3 files, {size}, removed from {folder}\n", "")
+    assert sorted(os.listdir(folder)) == sorted(of_others + folders)
+    assert all(os.listdir(folder / name) == ["file"] for name in folders)
     assert len(os.listdir(prebuilt)) == 2
     assert run("clear") == (0, f"0 files, 0.0 kB, removed from {folder}\n", "")
 
