@@ -169,7 +169,7 @@ H200 = ("NVIDIA H200", 90, 132)
             ["calls use sm90 for sm_90a; tuning was not measured on this card: it takes the sm90 rows, those of NVID"],
         ),
         (("NVIDIA L4", 89, 58), ["calls use sm89 for sm_89; tuning was not measured on this card"]),
-        (("NVIDIA A100", 80, 108), ["needs compute capability 8.9 or newer, this card has 8.0"]),
+        (("NVIDIA A100", 80, 108), ["a card of compute capability 8.9 or newer is needed, this one has 8.0"]),
     ],
 )
 def test_env_with_a_card(
@@ -445,3 +445,16 @@ def test_clear(run: Run, two: tuple[Path, Path], tmp_path: Path, monkeypatch: py
 def test_clear_of_nothing(run: Run, no_settings: Path) -> None:
     assert run("clear") == (0, f"0 files, 0.0 kB, removed from {no_settings}\n", "")
     assert not no_settings.exists()
+
+
+def test_folder_names_in_a_locale_without_them(tmp_path: Path, entry: dict[str, Any]) -> None:
+    """Python then hands bytes beyond ASCII around in its own way, and takes them back in no other."""
+    folder = tmp_path / "café"
+    folder.mkdir()
+    shutil.copy(entry["file"], folder)
+    env = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    env["DEEP_KERNELS_CACHE_DIR"] = os.fspath(folder)
+    for words in (["show", entry["entry"]], ["clear"]):
+        done = subprocess.run([sys.executable, "-m", "deep_kernels", *words], env=env, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+    assert list(folder.iterdir()) == []
