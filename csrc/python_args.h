@@ -12,18 +12,12 @@
 #include <optional>
 #include <string>
 
+#include "ops/checks.h"
 #include "runtime/errors.h"
 
 namespace deep_kernels {
 
 namespace py = pybind11;
-
-// Messages and reports may hold file names, which need not be UTF-8: they come out as Python's own
-// file names do.
-inline py::str to_text(const std::string& bytes) {
-  return py::reinterpret_steal<py::str>(
-      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogateescape"));
-}
 
 // Reads the arguments of one call and watches whether it may skip the dispatcher.
 class PythonArgs {
@@ -33,9 +27,7 @@ class PythonArgs {
   const at::Tensor& tensor(const char* name, py::handle value) {
     if (!THPVariable_Check(value.ptr())) refuse(name, "a torch.Tensor", value);
     const at::Tensor& result = THPVariable_Unpack(value.ptr());
-    if (result.layout() != at::kStrided)  // the dispatcher would answer with a list of its kernels
-      throw ValueError(
-          fmt::format("{}: {} must be a dense tensor, got one that is sparse", op_, name));
+    checks::require_dense(op_, name, result);  // here, where its name is the public one
     keys_ = keys_ | result.key_set();
     exact_ = exact_ && is_exact(value);
     return result;
@@ -54,14 +46,17 @@ class PythonArgs {
     int overflow = 0;
     const long long result = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
     if (overflow != 0)
-      throw ValueError(fmt::format("{}: {} must fit into 64 bits, got {}", op_, name,
-                                   std::string(py::str(value))));
+      throw ValueError(
+          fmt::format("{}: {} must fit into 64 bits, got {}", op_, name, in_words(value)));
     return result;
   }
-  // An int, also one that is being traced, before the dispatcher would answer with its schema.
-  void require_integer(const char* name, py::handle value) const {
+  // An int; nothing for one that is being traced and may vary.
+  std::optional<int64_t> count(const char* name, py::handle value) {
     const bool traced = std::string_view(Py_TYPE(value.ptr())->tp_name).ends_with("SymInt");
-    if (!traced) integer(name, value);
+    if (PyLong_Check(value.ptr()) || !traced) return integer(name, value);
+    exact_ = false;
+    const py::object known = value.attr("node").attr("maybe_as_int")();
+    return known.is_none() ? std::nullopt : std::optional<int64_t>(integer(name, known));
   }
   // Memory that an op may write: a conjugated or negated view would have to be resolved first.
   std::optional<at::Tensor> out(const char* name, py::handle value) {
@@ -110,10 +105,18 @@ class PythonArgs {
  private:
   std::string utf8(const char* name, py::handle value) const {
     Py_ssize_t size = 0;
-    if (const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &size))
-      return std::string(text, static_cast<std::size_t>(size));
+    const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &size);
+    if (text != nullptr && std::string_view(text).size() == static_cast<std::size_t>(size))
+      return text;
     PyErr_Clear();  // a lone surrogate
-    throw ValueError(fmt::format("{}: {} must be text that UTF-8 can write", op_, name));
+    throw ValueError(
+        fmt::format("{}: {} must be text that UTF-8 can write, without NUL", op_, name));
+  }
+  // Python itself refuses to write very long numbers.
+  static std::string in_words(py::handle number) {
+    constexpr int kMaxBits = 1024;
+    const int bits = number.attr("bit_length")().cast<int>();
+    return bits > kMaxBits ? fmt::format("one of {} bits", bits) : std::string(py::str(number));
   }
   static bool is_exact(py::handle value) {
     return reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == THPVariableClass ||

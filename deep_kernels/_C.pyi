@@ -25,14 +25,39 @@ def fp8_fp4_mqa_logits(
     out: Tensor | None,
     /,
 ) -> Tensor: ...  # or NotImplemented
+def check_fp8_fp4_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int | torch.SymInt,
+    logits_dtype: torch.dtype,
+    schedule_meta: Tensor | None,
+    reduction: str,
+    arch: str | None,
+    out: Tensor | None,
+    /,
+) -> None: ...
 def get_mqa_logits_metadata(
     cu_seq_len_k_start: Tensor,
     cu_seq_len_k_end: Tensor,
     num_kv_tokens: int,
     num_heads: int,
+    num_sms: int | None,
     arch: str | None,
     /,
 ) -> Tensor: ...  # or NotImplemented
+def check_get_mqa_logits_metadata(
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    num_kv_tokens: int | torch.SymInt,
+    num_heads: int | torch.SymInt,
+    num_sms: int | torch.SymInt | None,
+    arch: str | None,
+    /,
+) -> None: ...
 def ops() -> list[str]: ...
 def supported(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> str | None: ...
 def prepare(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> list[dict[str, Any]]: ...
@@ -46,6 +71,7 @@ def set_num_sms(num_sms: int, /) -> None: ...
 def pdl() -> bool: ...
 def set_pdl(enable: bool, /) -> None: ...
 def set_emulator(run: Callable[[dict[str, Any]], None] | None, num_sms: int, /) -> None: ...
+def emulator_sms(arch: str | None, /) -> int | None: ...
 def set_package_folders(folders: Sequence[str | PathLike[str]], /) -> None: ...
 def cache_dir() -> str: ...
 def prebuilt_dir() -> str | None: ...

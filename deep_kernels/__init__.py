@@ -1,7 +1,8 @@
 """JIT-compiled CUDA kernels for the sparse-attention indexer, FP8 prefill MLPs and long-context attention.
 
 Importing touches neither CUDA nor NVRTC: kernels are compiled at the first call that needs them and kept
-on disk. Every op runs on CPU tensors too.
+on disk. Every op runs on CPU tensors too, on torch's threads: as with torch's own functions, a child of fork whose
+parent has used them must call torch.set_num_threads(1) first.
 """
 
 from __future__ import annotations

@@ -20,12 +20,13 @@ _CAPABILITY_WITH_64_CORES = 80  # cores per SM; 128 on every other card from 8.6
 _MAX_DEVICES = 64
 
 
-def current_card() -> Card | None:
-    """The current device once CUDA is initialised, else the first visible card as NVML sees it, else None."""
+def current_card(index: int | None = None) -> Card | None:
+    """The device of that index, else the current one, once CUDA is initialised; until then the first visible card as
+    NVML sees it, else None."""
     if torch.version.cuda is None:
         return None
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
         return Card(properties.major * 10 + properties.minor, int(properties.multi_processor_count), True)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     return _first_visible(visible, os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")

@@ -32,6 +32,10 @@ def _package_folders() -> list[str]:
 
 _C.set_package_folders(_package_folders())
 
+_MAX_BITS = 1024  # of a number that is written out
+# As _C.num_sms(), 0 for None: a global of Python, so that programs compiled by torch are guarded by it.
+_sms_limit = _C.num_sms() or 0
+
 
 def _capability(arch: str | None) -> int | None:
     """The card that the answer depends on, or None; a named target and the CPU depend on none."""
@@ -47,8 +51,16 @@ def _words(op: str, case: Mapping[str, Any]) -> dict[str, str]:
         _check_text(f"{op}: the name of a field", name)
         if not isinstance(value, (str, bool, int, torch.dtype)):
             raise TypeError(f"{op}: {name} must be a str, bool, int or torch.dtype, got {type(value).__name__}")
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            raise ValueError(f"{op}: {name} must be an integer of 64 bits, got {_number(value)}")
         _check_text(f"{op}: {name}", str(value))
     return {name: str(value) for name, value in case.items()}
+
+
+def _number(value: int) -> str:
+    """In words: Python refuses to write very long numbers."""
+    bits = value.bit_length()
+    return str(value) if bits <= _MAX_BITS else f"one of {bits} bits"
 
 
 def _check_text(what: str, value: str) -> None:
@@ -58,6 +70,8 @@ def _check_text(what: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{what} must be text that UTF-8 can write, got {value!a}") from None
+    if "\0" in value:
+        raise ValueError(f"{what} must be text without NUL, got {value!a}")
 
 
 def _check_arch(name: str, arch: str | None) -> None:
@@ -108,7 +122,7 @@ def prepare(
     if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool)):
         raise TypeError(f"prepare: jobs must be an int or None, got {type(jobs).__name__}")
     if jobs is not None and jobs < 1:
-        raise ValueError(f"prepare: jobs must be 1 or more, got {jobs}")
+        raise ValueError(f"prepare: jobs must be 1 or more, got {_number(jobs)}")
     if progress is not None and not callable(progress):
         raise TypeError(f"prepare: progress must be callable or None, got {type(progress).__name__}")
     if not isinstance(cases, Iterable):
@@ -119,7 +133,9 @@ def prepare(
             raise TypeError(f"prepare: a case must be a dict, got {type(case).__name__}")
         fields = dict(case)
         if "op" not in fields:
-            raise ValueError(f"prepare: a case must name its op, got {fields}")
+            for name in fields:
+                _check_text("prepare: the name of a field", name)
+            raise ValueError(f"prepare: a case must name its op, got {', '.join(fields) or 'no field'}")
         op = fields.pop("op")
         requests.append((op, _words(op, fields)))
     capability = _capability(arch)
@@ -145,9 +161,31 @@ def get_num_sms() -> int:
     return _C.num_sms() or (card and card.num_sms) or 1
 
 
+def _all_sms(device: torch.device, arch: str | None) -> int:
+    """SMs of the device, or of the emulator that `arch` names; 0 on the CPU, which has any number."""
+    if device.type != "cuda":
+        return _C.emulator_sms(arch) or 0
+    card = _card.current_card(device.index)
+    return (card and card.num_sms) or 1
+
+
+# A constant of compiled programs: what torch.compiler.assume_constant_result does, which would import the compiler.
+_all_sms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def schedule_sms(device: torch.device, arch: str | None) -> int:
+    """How many SMs get_mqa_logits_metadata cuts for on a device, unless told."""
+    present = _all_sms(device, arch)
+    if present == 0:
+        return _sms_limit or 1
+    return min(_sms_limit or present, present)
+
+
 def set_num_sms(num_sms: int) -> None:
     """Limits the SMs that kernels and schedules of this process use; 0 goes back to all of them."""
+    global _sms_limit
     _C.set_num_sms(num_sms)
+    _sms_limit = num_sms
 
 
 def get_pdl() -> bool:

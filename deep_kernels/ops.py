@@ -50,12 +50,13 @@ def fp8_fp4_mqa_logits(
         reduction: "exact" is the formula; "folded" may move half of the head sum onto the tensor cores, where a
             backend has it, so that a logit that is truly 0 becomes noise.
         out: where to write, [num_q, num_kv or max_seqlen_k] of logits_dtype, rows contiguous, no overlap with an
-            input. It is returned.
+            input, judged by extents, from the first byte to the last. It is returned.
         arch: backend, target or both ("sm89", "sm_90a", "sm89:sm_90a") instead of what suits the card; ignored for
             CPU tensors.
     Units: windows in kv tokens; logits in units of weights times values times scales.
     Returns:
-        [num_q, num_kv], or [num_q, max_seqlen_k] if that is not 0; rows at multiples of 1024 bytes unless out is given.
+        [num_q, num_kv], or [num_q, max_seqlen_k] if that is not 0; rows at multiples of 1024 bytes, and always further
+        apart than they are wide, unless out is given.
     Raises:
         ValueError: a tensor's shape, dtype, stride or device is not as above, or requires grad (forward only).
         TypeError: an argument of another Python type.
@@ -104,11 +105,12 @@ def get_mqa_logits_metadata(
     Source: split scheduling as in DeepGEMM's function of this name; the balance is this project's.
     """
     if not torch.compiler.is_compiling():
-        result = _C.get_mqa_logits_metadata(cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, arch)
+        result = _C.get_mqa_logits_metadata(cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, None, arch)
         if result is not NotImplemented:
             return result
+    num_sms = _runtime.schedule_sms(cu_seq_len_k_start.device, arch)
     schedule: Tensor = torch.ops.deep_kernels.get_mqa_logits_metadata(
-        cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, arch
+        cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, num_sms, arch
     )
     return schedule
 
@@ -185,11 +187,7 @@ def get_paged_mqa_logits_metadata(
 # --- fake versions: every output shape is a function of input shapes alone -------------------------------
 
 
-def _refuse_other_devices(op: str, device: torch.device, **inputs: Tensor | None) -> None:
-    """Meta tensors win the dispatch over any other: without this, mixing them in would leave memory unwritten."""
-    for name, tensor in inputs.items():
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {tensor.device}")
+# Shapes, dtypes, strides and devices are refused by the checks of the real ones, as far as they are known.
 
 
 def _fake_mqa_logits(
@@ -207,13 +205,15 @@ def _fake_mqa_logits(
     reduction: str = "exact",
     arch: str | None = None,
 ) -> Tensor:
-    _refuse_other_devices(
-        "fp8_fp4_mqa_logits", q.device, q_scale=q_scale, kv=kv, kv_scale=kv_scale, weights=weights,
-        cu_seq_len_k_start=cu_seq_len_k_start, cu_seq_len_k_end=cu_seq_len_k_end, schedule_meta=schedule_meta,
+    _C.check_fp8_fp4_mqa_logits(
+        (q, q_scale), (kv, kv_scale), weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k,
+        logits_dtype, schedule_meta, reduction, arch, None,
     )  # fmt: skip
     width = kv.shape[0] if max_seqlen_k == 0 else max_seqlen_k
     per_unit = _ROW_ALIGN_BYTES // logits_dtype.itemsize
-    stride = (width + per_unit - 1) // per_unit * per_unit
+    # In this form torch knows for every width that rows are further apart than they are wide, and traces of any
+    # width need no guard on it.
+    stride = width + per_unit - width % per_unit
     return torch.empty_strided((q.shape[0], width), (stride, 1), dtype=logits_dtype, device=q.device)
 
 
@@ -233,9 +233,9 @@ def _fake_mqa_logits_out(
     arch: str | None,
     out: Tensor,
 ) -> None:
-    _refuse_other_devices(
-        "fp8_fp4_mqa_logits", q.device, q_scale=q_scale, kv=kv, kv_scale=kv_scale, weights=weights,
-        cu_seq_len_k_start=cu_seq_len_k_start, cu_seq_len_k_end=cu_seq_len_k_end, schedule_meta=schedule_meta, out=out,
+    _C.check_fp8_fp4_mqa_logits(
+        (q, q_scale), (kv, kv_scale), weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k,
+        logits_dtype, schedule_meta, reduction, arch, out,
     )  # fmt: skip
 
 
@@ -244,16 +244,17 @@ def _fake_mqa_logits_metadata(
     cu_seq_len_k_end: Tensor,
     num_kv_tokens: int,
     num_heads: int,
+    num_sms: int,
     arch: str | None = None,
 ) -> Tensor:
-    device = cu_seq_len_k_start.device
-    _refuse_other_devices("get_mqa_logits_metadata", device, cu_seq_len_k_end=cu_seq_len_k_end)
-    num_sms = _C.num_sms() or 1
-    if device.type == "cuda":
-        num_sms = _runtime.get_num_sms()
-    return torch.empty(2 * (num_sms + 1), dtype=torch.int32, device=device)
+    _C.check_get_mqa_logits_metadata(cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, num_heads, num_sms, arch)
+    return torch.empty(2 * (num_sms + 1), dtype=torch.int32, device=cu_seq_len_k_start.device)
 
 
-torch.library.register_fake("deep_kernels::fp8_fp4_mqa_logits", _fake_mqa_logits)
-torch.library.register_fake("deep_kernels::fp8_fp4_mqa_logits_out", _fake_mqa_logits_out)
-torch.library.register_fake("deep_kernels::get_mqa_logits_metadata", _fake_mqa_logits_metadata)
+# Overriding, because the package may be imported anew in one process while its operators stay registered.
+for _name, _fake in (
+    ("fp8_fp4_mqa_logits", _fake_mqa_logits),
+    ("fp8_fp4_mqa_logits_out", _fake_mqa_logits_out),
+    ("get_mqa_logits_metadata", _fake_mqa_logits_metadata),
+):
+    torch.library.register_fake(f"deep_kernels::{_name}", _fake, allow_override=True)

@@ -169,7 +169,7 @@ H200 = ("NVIDIA H200", 90, 132)
             ["calls use sm90 for sm_90a; tuning was not measured on this card: it takes the sm90 rows, those of NVID"],
         ),
         (("NVIDIA L4", 89, 58), ["calls use sm89 for sm_89; tuning was not measured on this card"]),
-        (("NVIDIA A100", 80, 108), ["needs compute capability 8.9 or newer, this card has 8.0"]),
+        (("NVIDIA A100", 80, 108), ["a card of compute capability 8.9 or newer is needed, this one has 8.0"]),
     ],
 )
 def test_env_with_a_card(
@@ -432,16 +432,20 @@ def test_clear(run: Run, two: tuple[Path, Path], tmp_path: Path, monkeypatch: py
     folder = two[0].parent
     prebuilt = Path(shutil.copytree(folder, tmp_path / "prebuilt"))
     monkeypatch.setenv("DEEP_KERNELS_PREBUILT_DIR", str(prebuilt))
-    (folder / ".writing-1-x-dk_y.dk").write_bytes(b"half")
-    (folder / ".moved-1-x-dk_z.dk").mkdir()
-    (folder / ".moved-1-x-dk_z.dk" / "file").touch()
-    (folder / "mine.txt").write_text("of the user")
-    (folder / "drawing.dk").write_text("of the user")
+    (folder / f".writing-1-00c0ffee-{two[0].name}").write_bytes(b"half")
+    of_others = ("mine.txt", "drawing.dk", "dk_notes.dk", ".writing-1-x-dk_y.dk", ".writing-diary", ".moved-out")
+    for name in of_others:
+        (folder / name).write_text("of the user")
+    folders = (f".moved-1-00c0ffee-{two[0].name}", ".moved-in", f".writing-2-00c0ffee-{two[0].name}", "dk_x-nvrtc1.dk")
+    for name in folders:
+        (folder / name).mkdir()
+        (folder / name / "file").touch()
     size = inspector.size_text(inspector.total_size([Path(file) for file in _C.removable_files(folder)]))
-    assert run("clear", "--dry-run") == (0, f"4 files, {size}, would be removed from {folder}\n", "")
-    assert len(os.listdir(folder)) == 6
-    assert run("clear") == (0, f"4 files, {size}, removed from {folder}\n", "")
-    assert sorted(os.listdir(folder)) == ["drawing.dk", "mine.txt"]
+    assert run("clear", "--dry-run") == (0, f"3 files, {size}, would be removed from {folder}\n", "")
+    assert len(os.listdir(folder)) == 3 + len(of_others) + len(folders)
+    assert run("clear") == (0, f"3 files, {size}, removed from {folder}\n", "")
+    assert sorted(os.listdir(folder)) == sorted(of_others + folders)
+    assert all(os.listdir(folder / name) == ["file"] for name in folders)
     assert len(os.listdir(prebuilt)) == 2
     assert run("clear") == (0, f"0 files, 0.0 kB, removed from {folder}\n", "")
 
@@ -449,3 +453,16 @@ def test_clear(run: Run, two: tuple[Path, Path], tmp_path: Path, monkeypatch: py
 def test_clear_of_nothing(run: Run, no_settings: Path) -> None:
     assert run("clear") == (0, f"0 files, 0.0 kB, removed from {no_settings}\n", "")
     assert not no_settings.exists()
+
+
+def test_folder_names_in_a_locale_without_them(tmp_path: Path, entry: dict[str, Any]) -> None:
+    """Python then hands bytes beyond ASCII around in its own way, and takes them back in no other."""
+    folder = tmp_path / "café"
+    folder.mkdir()
+    shutil.copy(entry["file"], folder)
+    env = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    env["DEEP_KERNELS_CACHE_DIR"] = os.fspath(folder)
+    for words in (["show", entry["entry"]], ["clear"]):
+        done = subprocess.run([sys.executable, "-m", "deep_kernels", *words], env=env, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+    assert list(folder.iterdir()) == []

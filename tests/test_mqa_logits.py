@@ -553,7 +553,7 @@ def test_rows_of_results_start_at_multiples_of_1024_bytes(backend: Backend, dtyp
         columns = width or num_kv
         per_unit = 1024 // logits.element_size()
         assert logits.shape == (3, columns)
-        assert logits.stride() == (-(-columns // per_unit) * per_unit, 1)
+        assert logits.stride() == ((columns // per_unit + 1) * per_unit, 1), "never as wide as a row"
         assert logits.storage_offset() == 0
 
 

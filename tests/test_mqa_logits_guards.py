@@ -23,27 +23,29 @@ def inputs() -> Inputs:
     return make_inputs(Case(num_q=5, num_kv=70, num_heads=8, windows="full"), "cpu")
 
 
-def flat(inputs: Inputs, out: Tensor) -> None:
-    torch.ops.deep_kernels.fp8_fp4_mqa_logits_out(
-        inputs.q, None, inputs.kv, inputs.kv_scale, inputs.weights, inputs.start, inputs.end,
-        True, 0, torch.float32, None, "exact", None, out,
-    )  # fmt: skip
+def flat(inputs: Inputs, out: Tensor | None) -> Any:
+    arguments = (*vars(inputs).values(), True, 0, torch.float32, None, "exact", None)
+    if out is None:
+        return torch.ops.deep_kernels.fp8_fp4_mqa_logits(*arguments)
+    return torch.ops.deep_kernels.fp8_fp4_mqa_logits_out(*arguments, out)
 
 
 def refused(sentence: str, error: type[Exception] = ValueError) -> Any:
     return pytest.raises(error, match=f"^{re.escape(sentence)}")
 
 
-def refused_below_torch(sentence: str) -> Any:
-    """Through the dispatcher: torch 2.15 makes a RuntimeError of an exception that is not its own, 2.11 does not."""
-    return pytest.raises((ValueError, RuntimeError), match=f"^{re.escape(sentence)}")
+def eager(inputs: Inputs, out: Tensor | None) -> Any:
+    return call(CPU, inputs, out=out)
 
 
-@pytest.mark.parametrize("through", (flat, lambda inputs, out: call(CPU, inputs, out=out)), ids=("ops", "eager"))
-def test_lazy_views_are_no_out(inputs: Inputs, through: Callable[[Inputs, Tensor], Any]) -> None:
+THROUGH = pytest.mark.parametrize("through", (flat, eager), ids=("ops", "eager"))
+
+
+@THROUGH
+def test_lazy_views_are_no_out(inputs: Inputs, through: Callable[[Inputs, Tensor | None], Any]) -> None:
     """The dispatcher's fallback for them frees an input that the op did not return."""
     for _ in range(3):
-        with refused_below_torch("fp8_fp4_mqa_logits: out must be plain memory"):
+        with refused("fp8_fp4_mqa_logits: out must be plain memory"):
             through(inputs, torch._neg_view(torch.zeros(5, 70)))
     assert inputs.q.shape == (5, 8, 64)
 
@@ -99,7 +101,7 @@ def test_derivatives_by_transforms(inputs: Inputs, transform: str) -> None:
         return call(CPU, replace(inputs, weights=weights)).sum()
 
     weights = inputs.weights
-    with refused_below_torch("fp8_fp4_mqa_logits: weights requires grad, but the op is forward only"):
+    with refused("fp8_fp4_mqa_logits: weights requires grad, but the op is forward only"):
         if transform == "jvp":
             torch.func.jvp(total, (weights,), (weights,))
         elif transform == "dual":
@@ -133,3 +135,62 @@ def test_counts_beyond_32_bits(inputs: Inputs) -> None:
 def test_wrong_integers_in_a_mode(inputs: Inputs) -> None:
     with torch.device("cpu"), refused("fp8_fp4_mqa_logits: max_seqlen_k must be an int, got str", TypeError):
         call(CPU, inputs, width="x")  # type: ignore[arg-type]
+
+
+KINDS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "coo": ("sparse", lambda x: x.to_sparse()),
+    "csr": ("sparse", lambda x: x.to_sparse_csr()),
+    "nested": ("nested", lambda x: torch.nested.nested_tensor([x, x])),
+    "jagged": ("nested", lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged)),
+    "mkldnn": ("of mkldnn's layout", lambda x: x.to_mkldnn()),
+    "quantized": ("quantized", lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+}
+
+
+@THROUGH
+@pytest.mark.parametrize("name", ("weights", "out"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore")
+def test_kinds_of_tensors(
+    inputs: Inputs, through: Callable[[Inputs, Tensor | None], Any], name: str, kind: str
+) -> None:
+    word, make = KINDS[kind]
+    odd = make(torch.zeros(5, 70) if name == "out" else inputs.weights)
+    with refused(f"fp8_fp4_mqa_logits: {name} must be a dense tensor, got one that is {word}"):
+        through(inputs if name == "out" else replace(inputs, weights=odd), odd if name == "out" else None)
+
+
+def test_conjugated_inputs(inputs: Inputs) -> None:
+    odd = torch.complex(inputs.weights, inputs.weights).conj()
+    with refused(
+        "fp8_fp4_mqa_logits: weights must be float32 or bfloat16 or float16 [num_q=5, num_heads=8], got complex64"
+    ):
+        call(CPU, replace(inputs, weights=odd))
+
+
+def narrower(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)[..., :48].contiguous().view(x.dtype)
+
+
+@THROUGH
+def test_exceptions_are_the_same_through_the_dispatcher(
+    inputs: Inputs, through: Callable[[Inputs, Tensor | None], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.15 makes a RuntimeError of a C++ exception that is not its own, and may show where in C++ it was."""
+    monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")
+    with pytest.raises(ValueError) as value_error:
+        through(replace(inputs, weights=inputs.weights[:4]), None)
+    expected = "weights must be float32 or bfloat16 or float16 [num_q=5, num_heads=8], got float32 [4, 8]"
+    assert str(value_error.value) == f"fp8_fp4_mqa_logits: {expected}"
+    with pytest.raises(dk.UnsupportedError) as unsupported:
+        through(replace(inputs, q=narrower(inputs.q), kv=narrower(inputs.kv)), None)
+    assert str(unsupported.value) == "fp8_fp4_mqa_logits: head_dim must be 32, 64 or 128, got 48"
+
+
+def test_a_wrong_placement_matters_to_kernels_alone(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_KERNELS_MQA_CLEAN", "both")
+    call(CPU, inputs)
+    assert dk.supported("fp8_fp4_mqa_logits", "cpu") is None
+    assert dk.supported("fp8_fp4_mqa_logits", "sm90", clean_logits=False) is None
+    with refused("DEEP_KERNELS_MQA_CLEAN must be concurrent or deferred, got 'both'"):
+        dk.supported("fp8_fp4_mqa_logits", "sm90")

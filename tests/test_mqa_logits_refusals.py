@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Backend
+from conftest import BACKENDS, Backend
 from mqa_cases import OP, Case, call, is_refused, make_inputs
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import deep_kernels as dk
 from deep_kernels import formats
 
 METADATA = "get_mqa_logits_metadata"
+CPU = BACKENDS[0]
 
 
 @dataclass
@@ -208,6 +211,11 @@ REFUSALS = (
     Refusal("width-negative", other(max_seqlen_k=-1), "max_seqlen_k must be from 0 to 2147482623, got -1"),
     Refusal("width-too-large", other(max_seqlen_k=2**31), "max_seqlen_k must be from 0 to 2147482623, got 2147483648"),
     Refusal("width-beyond-64-bits", other(max_seqlen_k=2**70), f"max_seqlen_k must fit into 64 bits, got {2**70}"),
+    Refusal("width-beyond-words", other(max_seqlen_k=2**99999),
+            "max_seqlen_k must fit into 64 bits, got one of 100000 bits"),
+    Refusal("reduction-nul", other(reduction="exact\0"), "reduction must be text that UTF-8 can write, without NUL"),
+    Refusal("arch-nul", other(arch="sm89\0"), "arch must be text that UTF-8 can write, without NUL"),
+    Refusal("arch-surrogate", other(arch="\udc80"), "arch must be text that UTF-8 can write, without NUL"),
     Refusal("logits-dtype", other(logits_dtype=torch.float16),
             "logits_dtype must be float32 or bfloat16, got float16"),
     Refusal("reduction", other(reduction="fast"), "reduction must be 'exact' or 'folded', got 'fast'"),
@@ -287,6 +295,21 @@ def test_refusals(backend: Backend, refusal: Refusal) -> None:
         if name == "schedule_meta" and isinstance(value, Tensor):
             bad.others[name] = value.to(backend.device)
     assert_refused(refusal.error, f"{OP}: {refusal.sentence}", lambda: bad.call(backend))
+
+
+OF_MEMORY = {"q-address", "kv-address", "out-over-kv", "out-over-weights"}  # which fake tensors have none of
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [one for one in REFUSALS if one.error is ValueError and one.name not in OF_MEMORY],
+    ids=lambda refusal: refusal.name,
+)
+def test_fake_tensors_are_refused_in_the_same_words(refusal: Refusal) -> None:
+    bad = refusal.change(arguments(CPU, refusal.format))
+    with FakeTensorMode() as mode:
+        fake = Arguments(*tree_map_only(Tensor, mode.from_tensor, list(vars(bad).values())))
+        assert_refused(refusal.error, f"{OP}: {refusal.sentence}", lambda: fake.call(CPU))
 
 
 @pytest.mark.parametrize(
@@ -416,3 +439,16 @@ def test_metadata_refusals(backend: Backend, values: dict[str, Any], error: type
     every = {"start": windows, "end": windows + 9, "num_kv": 9, "num_heads": 8, **values}
     placed = [value.to(backend.device) if isinstance(value, Tensor) else value for value in every.values()]
     assert_refused(error, f"{METADATA}: {sentence}", lambda: dk.get_mqa_logits_metadata(*placed, arch=backend.arch))
+    with FakeTensorMode() as mode:
+        fake = tree_map_only(Tensor, mode.from_tensor, placed)
+        assert_refused(error, f"{METADATA}: {sentence}", lambda: dk.get_mqa_logits_metadata(*fake, arch=backend.arch))
+
+
+@pytest.mark.parametrize("num_sms", (0, -1, 65536))
+def test_the_registered_metadata_op_takes_its_num_sms(num_sms: int) -> None:
+    windows = torch.zeros(3, dtype=torch.int32)
+    assert torch.ops.deep_kernels.get_mqa_logits_metadata(windows, windows + 9, 9, 8, 5).shape == (12,)
+    assert_refused(
+        ValueError, f"{METADATA}: num_sms must be from 1 to 65535, got {num_sms}",
+        lambda: torch.ops.deep_kernels.get_mqa_logits_metadata(windows, windows, 9, 8, num_sms),
+    )  # fmt: skip

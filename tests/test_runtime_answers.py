@@ -102,8 +102,8 @@ def test_arch_that_is_none(arch: str, no_settings: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("arch", "capability", "reason"),
     [
-        (None, 86, "needs compute capability 8.9 or newer, this card has 8.6"),
-        (None, 75, "needs compute capability 8.9 or newer, this card has 7.5"),
+        (None, 86, "a card of compute capability 8.9 or newer is needed, this one has 8.6"),
+        (None, 75, "a card of compute capability 8.9 or newer is needed, this one has 7.5"),
         ("sm90", 89, "this card (compute capability 8.9) cannot run sm90 for sm_90a"),
         ("sm90", 100, "this card (compute capability 10.0) cannot run sm90 for sm_90a"),
         ("sm100", 90, "this card (compute capability 9.0) cannot run sm100 for sm_100f"),
@@ -153,6 +153,7 @@ def test_supported_defaults_and_spellings(no_settings: Path) -> None:
         ({"num_heads": 0}, "num_heads must be from 1 to 128, got 0"),
         ({"num_heads": -1}, "num_heads must be from 1 to 128, got -1"),
         ({"num_heads": 129}, "num_heads must be from 1 to 128, got 129"),
+        ({"num_heads": 1 << 40}, f"num_heads must be from 1 to 128, got {1 << 40}"),
         ({"head_dim": 96}, "head_dim must be 32, 64 or 128, got 96"),
         ({"logits_dtype": torch.float16}, "logits_dtype must be float32 or bfloat16, got float16"),
         ({"format": "mxfp4", "head_dim": 32}, "head_dim must be 64 or 128 with mxfp4, got 32"),
@@ -174,7 +175,10 @@ def test_supported_refuses_in_one_sentence(case: dict[str, Any], reason: str, no
         ({"format": "fp4"}, "format must be fp8, mxfp8 or mxfp4, got 'fp4'"),
         ({"num_heads": "many"}, "num_heads must be an integer, got 'many'"),
         ({"num_heads": True}, "num_heads must be an integer, got 'True'"),
-        ({"num_heads": 1 << 40}, f"num_heads must be an integer, got '{1 << 40}'"),
+        ({"num_heads": 1 << 64}, f"num_heads must be an integer of 64 bits, got '{1 << 64}'"),
+        ({"num_heads": 1 << 99999}, "num_heads must be an integer of 64 bits, got one of 100000 bits"),
+        ({"max_seqlen_k": -5}, "max_seqlen_k must be from 0 to 2147482623, got -5"),
+        ({"max_seqlen_k": 1 << 31}, "max_seqlen_k must be from 0 to 2147482623, got 2147483648"),
         ({"head_dim": "64 "}, "head_dim must be an integer, got '64 '"),
         ({"clean_logits": "maybe"}, "clean_logits must be a bool, got 'maybe'"),
         ({"weights_dtype": torch.int8}, "weights_dtype must be float32, bfloat16 or float16, got 'torch.int8'"),
@@ -231,7 +235,18 @@ def test_wrong_python_types(ask: Callable[[], Any], message: str) -> None:
     [
         (lambda: dk.prepare([], jobs=0), "prepare: jobs must be 1 or more, got 0"),
         (lambda: dk.prepare([], jobs=-4), "prepare: jobs must be 1 or more, got -4"),
-        (lambda: dk.prepare([{"num_heads": 8}]), "prepare: a case must name its op, got {'num_heads': 8}"),
+        (lambda: dk.prepare([{"num_heads": 8}]), "prepare: a case must name its op, got num_heads"),
+        (lambda: dk.prepare([{}]), "prepare: a case must name its op, got no field"),
+        (lambda: dk.prepare([], jobs=-(1 << 99999)), "prepare: jobs must be 1 or more, got one of 100000 bits"),
+        (lambda: dk.set_num_sms(1 << 99999), "set_num_sms: num_sms must fit into 64 bits, got one of 100000 bits"),
+        (lambda: dk.supported("a\0"), "op must be text without NUL, got 'a\\x00'"),
+        (lambda: dk.supported(OP, "sm89\0"), "supported: arch must be text without NUL, got 'sm89\\x00'"),
+        (lambda: dk.supported(OP, format="fp8\0"), f"{OP}: format must be text without NUL, got 'fp8\\x00'"),
+        (
+            lambda: _C.cache_files("/tmp\0/x"),
+            "a file name must be text that the file system can write, without NUL",
+        ),
+        (lambda: _C.compile_options("\udc80"), "compile: arch must be text that UTF-8 can write, without NUL"),
         (lambda: dk.supported("\udc80"), "op must be text that UTF-8 can write, got '\\udc80'"),
         (lambda: dk.supported(OP, "\udc80"), "supported: arch must be text that UTF-8 can write, got '\\udc80'"),
         (
@@ -251,6 +266,7 @@ def test_every_op_answers(no_settings: Path) -> None:
         for arch in ("cpu", "sm_89", "sm_90a", "sm_100f"):
             reason = dk.supported(op, arch)
             assert reason is None or re.fullmatch(rf"{op}: [^\n.]+", reason), reason
+            assert reason is None or not re.match(r"\w+: (is|are|has|needs|must|cannot)\b", reason), "it has a subject"
         assert hasattr(dk, op) or dk.supported(op, "cpu") is not None
 
 

@@ -371,3 +371,29 @@ def test_no_helper_program_and_no_lock_stays(warm: Path) -> None:
     assert len(os.listdir(warm.parent)) == 2
     assert all(name.endswith(".dk") for name in os.listdir(warm.parent))
     shutil.rmtree(warm.parent)
+
+
+# --- imported anew ---------------------------------------------------------------------------------------
+
+
+def import_anew_in_child() -> list[Any]:
+    import importlib
+
+    import torch
+
+    windows = torch.zeros(3, dtype=torch.int32)
+    for name in [name for name in sys.modules if name.split(".")[0] == "deep_kernels"]:
+        del sys.modules[name]
+    warnings.simplefilter("error")
+    again = importlib.import_module("deep_kernels")
+    lengths = [
+        one.get_mqa_logits_metadata(windows.to("meta"), windows.to("meta"), 9, 8).shape[0] for one in (dk, again)
+    ]
+    lengths.append(again.get_mqa_logits_metadata(windows, windows, 9, 8).shape[0])
+    with pytest.raises(dk.UnsupportedError):  # the type of before
+        again.get_paged_mqa_logits_metadata(windows, 64, 1)
+    return [again is not dk, again.UnsupportedError is dk.UnsupportedError, lengths]
+
+
+def test_the_package_may_be_imported_anew(fresh: Fresh) -> None:
+    assert fresh.run(import_anew_in_child) == [True, True, [4, 4, 4]]

@@ -21,11 +21,12 @@ std::optional<std::string> CaseReader::take(const std::string& name) {
   return value;
 }
 
-int CaseReader::take_int(const std::string& name, int otherwise) {
+int64_t CaseReader::take_int(const std::string& name, int64_t otherwise) {
   const auto text = take(name);
   if (!text) return otherwise;
-  int value = 0;
+  int64_t value = 0;
   const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
+  if (error == std::errc::result_out_of_range) refuse(name, "an integer of 64 bits", *text);
   if (error != std::errc() || end != text->data() + text->size()) refuse(name, "an integer", *text);
   return value;
 }

@@ -19,7 +19,7 @@ class CaseReader {
   const std::string& op() const { return op_; }
   // The field's text, or nothing; a field is taken once.
   std::optional<std::string> take(const std::string& name);
-  int take_int(const std::string& name, int otherwise);
+  int64_t take_int(const std::string& name, int64_t otherwise);
   bool take_bool(const std::string& name, bool otherwise);
   DType take_dtype(const std::string& name, DType otherwise);
   Format take_format(Format otherwise);

@@ -18,7 +18,8 @@ std::string expectation(Dtypes dtypes, Shape shape) {
   std::vector<std::string> names, dims;
   for (const auto dtype : dtypes) names.push_back(dtype_name(dtype));
   for (const Dim& dim : shape)
-    dims.push_back(dim.size < 0 ? std::string(dim.name) : fmt::format("{}={}", dim.name, dim.size));
+    dims.push_back(dim.size == kUnknown ? std::string(dim.name)
+                                        : fmt::format("{}={}", dim.name, dim.size));
   return fmt::format("{} [{}]", fmt::join(names, " or "), fmt::join(dims, ", "));
 }
 
@@ -26,10 +27,36 @@ bool shape_fits(const at::Tensor& tensor, Shape shape) {
   if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
   int64_t i = 0;
   for (const Dim& dim : shape) {
-    const int64_t size = tensor.size(i++);
-    if (dim.size >= 0 && size != dim.size) return false;
+    const int64_t size = size_of(tensor, i++);
+    if (dim.size != kUnknown && size != kUnknown && size != dim.size) return false;
   }
   return true;
+}
+
+int64_t stride_of(const at::Tensor& tensor, int64_t dim) {
+  return tensor.sym_stride(dim).maybe_as_int().value_or(kUnknown);
+}
+
+std::string numbers(c10::SymIntArrayRef values) {
+  std::vector<std::string> words;
+  for (const c10::SymInt& value : values) {
+    const std::optional<int64_t> known = value.maybe_as_int();
+    words.push_back(known ? fmt::format("{}", *known) : value.toSymNode()->str());
+  }
+  return fmt::format("{}", fmt::join(words, ", "));
+}
+
+// Tensors of the meta device and those that are being traced have none.
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().device_type() != at::kMeta;
+}
+
+// What the tensor is instead of dense, or null.
+const char* kind_of(const at::Tensor& tensor) {
+  if (tensor.is_nested() || tensor.layout() == at::kJagged) return "nested";
+  if (tensor.layout() == at::kMkldnn) return "of mkldnn's layout";
+  if (tensor.layout() != at::kStrided) return "sparse";
+  return tensor.is_quantized() ? "quantized" : nullptr;
 }
 
 // First and one past the last byte that the tensor's elements touch.
@@ -43,7 +70,7 @@ std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
 
 // Whether the memory behind the tensor reaches as far as its shape says: a storage may be shrunk.
 bool storage_holds(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return true;
+  if (!has_memory(tensor) || tensor.numel() == 0) return true;
   int64_t last = tensor.storage_offset();
   for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
   return static_cast<std::size_t>(last + 1) * tensor.element_size() <= tensor.storage().nbytes();
@@ -83,21 +110,34 @@ const char* dtype_name(at::ScalarType dtype) {
       return "uint8";
     case at::kBool:
       return "bool";
+    case at::kComplexHalf:
+      return "complex32";
+    case at::kComplexFloat:
+      return "complex64";
+    case at::kComplexDouble:
+      return "complex128";
     default:
       return c10::toString(dtype);
   }
 }
 
+int64_t size_of(const at::Tensor& tensor, int64_t dim) {
+  return tensor.sym_size(dim).maybe_as_int().value_or(kUnknown);
+}
+
 std::string describe(const at::Tensor& tensor) {
-  return fmt::format("{} [{}]", dtype_name(tensor.scalar_type()),
-                     fmt::join(tensor.sizes().begin(), tensor.sizes().end(), ", "));
+  return fmt::format("{} [{}]", dtype_name(tensor.scalar_type()), numbers(tensor.sym_sizes()));
+}
+
+void require_dense(const char* op, const char* argument, const at::Tensor& tensor) {
+  if (const char* kind = kind_of(tensor))
+    throw ValueError(
+        fmt::format("{}: {} must be a dense tensor, got one that is {}", op, argument, kind));
 }
 
 void require(const char* op, const char* argument, const at::Tensor& tensor, Dtypes dtypes,
              Shape shape) {
-  if (tensor.layout() != at::kStrided)
-    throw ValueError(
-        fmt::format("{}: {} must be a dense tensor, got one that is sparse", op, argument));
+  require_dense(op, argument, tensor);
   const bool dtype_fits =
       std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) != dtypes.end();
   if (dtype_fits && shape_fits(tensor, shape)) {
@@ -118,10 +158,10 @@ void require_device(const char* op, const char* argument, const at::Tensor& tens
 
 void require_rows(const char* op, const char* argument, const at::Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) <= 1 || tensor.stride(last) == 1) return;
+  const int64_t stride = stride_of(tensor, last);
+  if (stride == 1 || stride == kUnknown || size_of(tensor, last) <= 1) return;
   throw ValueError(fmt::format("{}: {} must have stride 1 in its last dimension, got strides [{}]",
-                               op, argument,
-                               fmt::join(tensor.strides().begin(), tensor.strides().end(), ", ")));
+                               op, argument, numbers(tensor.sym_strides())));
 }
 
 bool is_aligned_16(const at::Tensor& tensor) {
@@ -129,15 +169,20 @@ bool is_aligned_16(const at::Tensor& tensor) {
 }
 
 void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return;
-  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {
-    if (stride_bytes(tensor, i) % 16 == 0 && (tensor.size(i) <= 1 || tensor.stride(i) > 0))
-      continue;
+  const int64_t last = tensor.dim() - 1;
+  for (int64_t i = 0; i <= last; ++i)
+    if (size_of(tensor, i) == 0) return;
+  for (int64_t i = 0; i < last; ++i) {
+    const int64_t stride = stride_of(tensor, i);
+    if (stride == kUnknown || size_of(tensor, i) <= 1) continue;  // that of one row means nothing
+    const int64_t bytes = stride * static_cast<int64_t>(tensor.element_size());
+    if (bytes % 16 == 0 && bytes > 0) continue;
     throw ValueError(fmt::format(
         "{}: {} must have strides that are positive multiples of 16 bytes, got {} bytes in "
         "dimension {}",
-        op, argument, tensor.stride(i) * static_cast<int64_t>(tensor.element_size()), i));
+        op, argument, bytes, i));
   }
+  if (!has_memory(tensor)) return;
   const auto address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   if (address % 16 != 0)
     throw ValueError(
@@ -155,15 +200,16 @@ void require_no_grad(const char* op, const char* argument, const at::Tensor& ten
 }
 
 void require_separate_rows(const char* op, const at::Tensor& out) {
-  if (out.size(0) <= 1 || out.stride(0) >= out.size(1)) return;
+  const int64_t stride = stride_of(out, 0), columns = size_of(out, 1);
+  if (size_of(out, 0) <= 1 || stride == kUnknown || stride >= columns) return;
   throw ValueError(
-      fmt::format("{}: out must have rows that do not overlap, got row stride {} for {} "
-                  "columns",
-                  op, out.stride(0), out.size(1)));
+      fmt::format("{}: out must have rows that do not overlap, got row stride {} for {} columns",
+                  op, stride, columns));
 }
 
 void require_no_overlap(const char* op, const at::Tensor& out, const char* argument,
                         const at::Tensor& input) {
+  if (!has_memory(out) || !has_memory(input)) return;
   const auto [out_begin, out_end] = extent(out);
   const auto [in_begin, in_end] = extent(input);
   if (out_begin == out_end || in_begin == in_end) return;
@@ -184,6 +230,11 @@ i32 to_i32(const char* op, const char* what, int64_t value) {
   if (value >= 0 && value <= std::numeric_limits<i32>::max() - 1024) return static_cast<i32>(value);
   throw ValueError(fmt::format("{}: {} must be from 0 to {}, got {}", op, what,
                                std::numeric_limits<i32>::max() - 1024, value));
+}
+
+i32 size_i32(const char* op, const char* what, const at::Tensor& tensor, int64_t dim) {
+  const int64_t size = size_of(tensor, dim);
+  return size == kUnknown ? static_cast<i32>(kUnknown) : to_i32(op, what, size);
 }
 
 }  // namespace deep_kernels::checks

@@ -1,5 +1,6 @@
 // Tensor checks that name the argument, the expectation and what came. The text is only made when a
-// check fails.
+// check fails. They hold for tensors that are being traced too, as far as sizes are known there: no
+// check looks at a size that may vary, since looking would fix it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +12,11 @@
 
 namespace deep_kernels::checks {
 
-// One dimension of an expected shape; a negative size means any.
+// Stands for a size or stride that is being traced and may vary.
+inline constexpr int64_t kUnknown = -1;
+int64_t size_of(const at::Tensor& tensor, int64_t dim);  // or kUnknown
+
+// One dimension of an expected shape; kUnknown means any.
 struct Dim {
   const char* name;
   int64_t size;
@@ -22,7 +27,9 @@ using Shape = std::initializer_list<Dim>;
 const char* dtype_name(at::ScalarType dtype);    // "float8_e4m3fn"
 std::string describe(const at::Tensor& tensor);  // "float16 [4095]"
 
-// A strided tensor of one of the dtypes and of the shape.
+// Strided, and neither nested nor quantized: what no kernel could read otherwise.
+void require_dense(const char* op, const char* argument, const at::Tensor& tensor);
+// A dense tensor of one of the dtypes and of the shape, with memory enough for it.
 void require(const char* op, const char* argument, const at::Tensor& tensor, Dtypes dtypes,
              Shape shape);
 void require_device(const char* op, const char* argument, const at::Tensor& tensor,
@@ -34,7 +41,7 @@ bool is_aligned_16(const at::Tensor& tensor);
 void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor);
 // Forward only: no gradient may be asked for.
 void require_no_grad(const char* op, const char* argument, const at::Tensor& tensor);
-// Rows of `out` apart from each other and from the bytes of `input`.
+// Rows of `out` apart from each other, and its extent, first to last byte, from that of `input`.
 void require_separate_rows(const char* op, const at::Tensor& out);
 void require_no_overlap(const char* op, const at::Tensor& out, const char* argument,
                         const at::Tensor& input);
@@ -43,5 +50,7 @@ void require_no_overlap(const char* op, const at::Tensor& out, const char* argum
 int64_t stride_bytes(const at::Tensor& tensor, int64_t dim);
 // int32 argument from a 64-bit size.
 i32 to_i32(const char* op, const char* what, int64_t value);
+// The same of a tensor's size, or kUnknown.
+i32 size_i32(const char* op, const char* what, const at::Tensor& tensor, int64_t dim);
 
 }  // namespace deep_kernels::checks

@@ -60,6 +60,12 @@ int usable_sms() {
   return std::min(knobs::num_sms().value_or(all), all);
 }
 
+std::optional<int> num_sms(const std::optional<std::string>& arch) {
+  const auto emulator = installed();
+  if (!emulator || !arch || !arch->starts_with(kPrefix)) return std::nullopt;
+  return emulator->num_sms;
+}
+
 void run(const Launch& launch) {
   const auto emulator = installed();
   if (!emulator) throw ValueError(fmt::format("{}: the emulator was taken away", launch.op));

@@ -53,6 +53,8 @@ void install(Run run, int num_sms);
 std::optional<Arch> arch_of(const std::string& op, const std::optional<std::string>& arch);
 // SMs that a launch may use.
 int usable_sms();
+// SMs that it has, or nothing if `arch` asks for no emulator or none is installed.
+std::optional<int> num_sms(const std::optional<std::string>& arch);
 
 void run(const Launch& launch);
 

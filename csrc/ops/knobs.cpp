@@ -9,8 +9,6 @@
 namespace deep_kernels::knobs {
 
 namespace {
-constexpr int kMaxSms = 65535;  // no card comes near; schedules are sized by it
-
 std::atomic<int> wanted_sms = 0;
 std::atomic<bool> wanted_pdl = false;
 }  // namespace

@@ -7,6 +7,8 @@
 
 namespace deep_kernels::knobs {
 
+inline constexpr int kMaxSms = 65535;  // no card comes near; schedules are sized by it
+
 // SMs that kernels and schedules may use; nothing means all of the card's.
 std::optional<int> num_sms();
 void set_num_sms(std::int64_t value);  // 0 goes back to all

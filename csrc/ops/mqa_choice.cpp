@@ -1,6 +1,7 @@
 // Which Spec serves a case of MQA logits, and why some are refused.
 #include <fmt/format.h>
 
+#include "ops/checks.h"
 #include "ops/mqa_logits.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
@@ -24,15 +25,7 @@ constexpr CleanRow kCleanTable[] = {
 // concurrent or deferred: overrules the table.
 constexpr const char* kCleanVariable = "DEEP_KERNELS_MQA_CLEAN";
 
-Clean choose_clean(const MqaLogitsCase& wanted, Backend backend) {
-  if (!wanted.clean) return Clean::off;
-  if (wanted.placement) return *wanted.placement;
-  for (const CleanRow& row : kCleanTable)
-    if (row.backend == backend) return row.placement;
-  return Clean::deferred;
-}
-
-std::optional<Clean> parse_placement(const std::string& where, const std::string& text) {
+Clean parse_placement(const std::string& where, const std::string& text) {
   if (text == "concurrent") return Clean::concurrent;
   if (text == "deferred") return Clean::deferred;
   throw ValueError(fmt::format("{} must be concurrent or deferred, got '{}'", where, text));
@@ -40,9 +33,14 @@ std::optional<Clean> parse_placement(const std::string& where, const std::string
 
 }  // namespace
 
-std::optional<Clean> mqa_clean_setting() {
-  const auto text = settings::of_op(kCleanVariable);
-  return text ? parse_placement(kCleanVariable, *text) : std::nullopt;
+Clean choose_mqa_clean(const MqaLogitsCase& wanted, Backend backend) {
+  if (!wanted.clean) return Clean::off;
+  if (wanted.placement) return *wanted.placement;
+  if (const auto text = settings::of_op(kCleanVariable))
+    return parse_placement(kCleanVariable, *text);
+  for (const CleanRow& row : kCleanTable)
+    if (row.backend == backend) return row.placement;
+  return Clean::deferred;
 }
 
 MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
@@ -55,12 +53,11 @@ MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
   wanted.clean = reader.take_bool("clean_logits", wanted.clean);
   wanted.metadata = reader.take_bool("metadata", wanted.metadata);
   reader.take_bool("compressed", false);  // both run in one kernel
-  reader.take_int("max_seqlen_k", 0);
+  checks::to_i32(reader.op().c_str(), "max_seqlen_k", reader.take_int("max_seqlen_k", 0));
   if (const auto reduction = reader.take("reduction");
       reduction && *reduction != "exact" && *reduction != "folded")
     throw ValueError(fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'", reader.op(),
                                  *reduction));
-  wanted.placement = mqa_clean_setting();
   if (const auto placement = reader.take("clean_placement"))
     wanted.placement = parse_placement(reader.op() + ": clean_placement", *placement);
   return wanted;
@@ -96,11 +93,11 @@ MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& ar
   return {.backend = arch.backend,
           .format = Format::fp8,
           .head_dim = static_cast<u8>(wanted.head_dim),
-          .num_heads = static_cast<u8>(mqa_padded_heads(wanted.num_heads)),
+          .num_heads = static_cast<u8>(mqa_padded_heads(static_cast<i32>(wanted.num_heads))),
           .logits_dtype = wanted.logits_dtype,
-          .clean = choose_clean(wanted, arch.backend),
+          .clean = choose_mqa_clean(wanted, arch.backend),
           .schedule = wanted.metadata ? Schedule::metadata : Schedule::derived,
-          .kv_stages = mqa_kv_stages(arch.backend, wanted.head_dim)};
+          .kv_stages = mqa_kv_stages(arch.backend, static_cast<i32>(wanted.head_dim))};
 }
 
 KernelText kernel_text(const MqaLogitsSpec& spec) {

@@ -28,7 +28,7 @@ struct MqaLogitsCall {
   const at::Tensor& kv_start;
   const at::Tensor& kv_end;
   bool clean;
-  int64_t max_seqlen_k;
+  std::optional<int64_t> max_seqlen_k;  // nothing: it is being traced and may vary
   at::ScalarType logits_dtype;
   const std::optional<at::Tensor>& schedule;
   std::string_view reduction;
@@ -36,27 +36,39 @@ struct MqaLogitsCall {
 };
 // Allocates the result, or writes into `out` and returns it.
 at::Tensor mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>& out);
+// Refuses, in the same words, what no device would run, of a call that is being traced.
+void check_mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>& out);
 
-at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_end, int64_t num_kv,
-                               int64_t num_heads, const std::optional<std::string>& arch);
+struct MqaMetadataCall {
+  const at::Tensor& kv_start;
+  const at::Tensor& kv_end;
+  // Nothing: it is being traced and may vary.
+  std::optional<int64_t> num_kv;
+  std::optional<int64_t> num_heads;
+  // Nothing too: as many as the device and set_num_sms() say.
+  std::optional<int64_t> num_sms;
+  std::optional<std::string> arch;
+};
+at::Tensor mqa_logits_metadata(const MqaMetadataCall& call);
+void check_mqa_logits_metadata(const MqaMetadataCall& call);
 
 // A case as supported() and prepare() see it.
 struct MqaLogitsCase {
   Format format = Format::fp8;
-  int num_heads = 64;
-  int head_dim = 128;
+  int64_t num_heads = 64;
+  int64_t head_dim = 128;
   DType weights_dtype = DType::float32;
   DType logits_dtype = DType::float32;
   bool clean = true;
   bool metadata = false;
-  std::optional<Clean> placement;  // nothing: the measured table decides
+  std::optional<Clean> placement;  // nothing: DEEP_KERNELS_MQA_CLEAN or the measured table decides
 };
 MqaLogitsCase read_mqa_logits_case(CaseReader& reader);
-// The placement that DEEP_KERNELS_MQA_CLEAN asks for, if any.
-std::optional<Clean> mqa_clean_setting();
 
 // Why the case cannot run on the backend, or nothing. The sentence without the op's name.
 std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend);
+// Where the -inf fill of a case happens on a backend with kernels.
+Clean choose_mqa_clean(const MqaLogitsCase& wanted, Backend backend);
 // The Spec for a case that is not refused.
 MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch);
 

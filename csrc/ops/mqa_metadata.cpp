@@ -12,67 +12,96 @@
 
 namespace deep_kernels {
 
-namespace {
-constexpr const char* kOp = "get_mqa_logits_metadata";
-}
-
 using namespace checks;
 
-at::Tensor mqa_logits_metadata(const at::Tensor& kv_start, const at::Tensor& kv_end, int64_t num_kv,
-                               int64_t num_heads, const std::optional<std::string>& arch_text) {
-  const char* op = kOp;
-  require(op, "cu_seq_len_k_start", kv_start, {at::kInt}, {{"num_q", -1}});
-  require(op, "cu_seq_len_k_end", kv_end, {at::kInt}, {{"num_q", kv_start.size(0)}});
-  require_device(op, "cu_seq_len_k_end", kv_end, kv_start.device(), "cu_seq_len_k_start");
-  const i32 num_q = to_i32(op, "num_q", kv_start.size(0));
-  const i32 num_tokens = to_i32(op, "num_kv_tokens", num_kv);
-  if (num_heads < 1 || num_heads > kMqaMaxHeads)
-    throw ValueError(
-        fmt::format("{}: num_heads must be from 1 to {}, got {}", op, kMqaMaxHeads, num_heads));
-  const i32 padded = mqa_padded_heads(static_cast<i32>(num_heads));
-  const c10::Device device = kv_start.device();
-  const auto make = [&](int num_sms) {
-    return at::empty({mqa_schedule_length(num_q, padded, num_sms)}, kv_start.options());
-  };
-  const auto emulated = device.is_cpu() ? emulator::arch_of(op, arch_text) : std::nullopt;
-  if (device.is_cpu() && !emulated) {
-    const int num_sms = knobs::num_sms().value_or(1);
-    at::Tensor schedule = make(num_sms);
-    cpu::mqa_schedule(kv_start, kv_end, num_tokens, num_heads, num_sms, schedule);
-    return schedule;
-  }
-  if (!device.is_cuda() && !emulated)
-    throw ValueError(fmt::format("{}: cu_seq_len_k_start must be on a CPU or CUDA device, got {}",
-                                 op, device.str()));
-  const c10::DeviceGuard guard(device);
-  const Arch arch = emulated ? *emulated : arch_of_call(op, arch_text, device);
-  const int num_sms = usable_sms(device);
-  at::Tensor schedule = make(num_sms);
-  const MqaScheduleSpec spec{Backend::sm89, static_cast<u8>(padded)};
-  MqaScheduleArgs args{.kv_start = static_cast<const i32*>(kv_start.const_data_ptr()),
-                       .kv_end = static_cast<const i32*>(kv_end.const_data_ptr()),
+namespace {
+
+constexpr const char* kOp = "get_mqa_logits_metadata";
+
+i32 checked_num_heads(int64_t num_heads) {
+  if (num_heads >= 1 && num_heads <= kMqaMaxHeads) return static_cast<i32>(num_heads);
+  throw ValueError(
+      fmt::format("{}: num_heads must be from 1 to {}, got {}", kOp, kMqaMaxHeads, num_heads));
+}
+
+i32 checked_num_sms(int64_t num_sms) {
+  if (num_sms >= 1 && num_sms <= knobs::kMaxSms) return static_cast<i32>(num_sms);
+  throw ValueError(
+      fmt::format("{}: num_sms must be from 1 to {}, got {}", kOp, knobs::kMaxSms, num_sms));
+}
+
+void check_windows(const MqaMetadataCall& call) {
+  require(kOp, "cu_seq_len_k_start", call.kv_start, {at::kInt}, {{"num_q", kUnknown}});
+  require(kOp, "cu_seq_len_k_end", call.kv_end, {at::kInt}, {{"num_q", size_of(call.kv_start, 0)}});
+  require_device(kOp, "cu_seq_len_k_end", call.kv_end, call.kv_start.device(),
+                 "cu_seq_len_k_start");
+  size_i32(kOp, "num_q", call.kv_start, 0);
+}
+
+at::Tensor new_schedule(const MqaMetadataCall& call, i32 num_heads, i32 num_sms) {
+  const i32 num_q = static_cast<i32>(call.kv_start.size(0));
+  return at::empty({mqa_schedule_length(num_q, num_heads, num_sms)}, call.kv_start.options());
+}
+
+at::Tensor run_schedule(const MqaMetadataCall& call, const Arch& arch, i32 num_kv, i32 num_heads,
+                        i32 num_sms) {
+  const c10::Device device = call.kv_start.device();
+  at::Tensor schedule = new_schedule(call, num_heads, num_sms);
+  const MqaScheduleSpec spec{Backend::sm89, static_cast<u8>(num_heads)};
+  MqaScheduleArgs args{.kv_start = static_cast<const i32*>(call.kv_start.const_data_ptr()),
+                       .kv_end = static_cast<const i32*>(call.kv_end.const_data_ptr()),
                        .schedule = static_cast<i32*>(schedule.mutable_data_ptr()),
                        .num_chunks = nullptr,
-                       .kv_start_stride = kv_start.stride(0),
-                       .kv_end_stride = kv_end.stride(0),
-                       .num_q = num_q,
-                       .num_kv = num_tokens,
+                       .kv_start_stride = call.kv_start.stride(0),
+                       .kv_end_stride = call.kv_end.stride(0),
+                       .num_q = static_cast<i32>(call.kv_start.size(0)),
+                       .num_kv = num_kv,
                        .num_sms = num_sms};
   const at::Tensor workspace =
-      at::empty({spec.workspace_bytes(args)}, kv_start.options().dtype(at::kByte));
+      at::empty({spec.workspace_bytes(args)}, call.kv_start.options().dtype(at::kByte));
   args.num_chunks = static_cast<i32*>(workspace.mutable_data_ptr());
   const int grid = spec.grid(args, num_sms);
-  if (emulated) {
+  if (device.is_cpu()) {
     emulator::launch(arch, spec, kernel_text(spec), grid, args, {},
                      {emulator::buffer("schedule", schedule, /*writable=*/true),
                       emulator::buffer("workspace", workspace, /*writable=*/true),
-                      emulator::buffer("cu_seq_len_k_start", kv_start),
-                      emulator::buffer("cu_seq_len_k_end", kv_end)});
+                      emulator::buffer("cu_seq_len_k_start", call.kv_start),
+                      emulator::buffer("cu_seq_len_k_end", call.kv_end)});
     return schedule;
   }
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
   launch(module, device, spec, grid, args);
   return schedule;
+}
+
+}  // namespace
+
+void check_mqa_logits_metadata(const MqaMetadataCall& call) {
+  check_windows(call);
+  if (call.num_kv) to_i32(kOp, "num_kv_tokens", *call.num_kv);
+  if (call.num_heads) checked_num_heads(*call.num_heads);
+  if (call.num_sms) checked_num_sms(*call.num_sms);
+}
+
+at::Tensor mqa_logits_metadata(const MqaMetadataCall& call) {
+  check_mqa_logits_metadata(call);
+  const i32 num_kv = static_cast<i32>(call.num_kv.value());
+  const i32 padded = mqa_padded_heads(static_cast<i32>(call.num_heads.value()));
+  const c10::Device device = call.kv_start.device();
+  const auto emulated = device.is_cpu() ? emulator::arch_of(kOp, call.arch) : std::nullopt;
+  if (device.is_cpu() && !emulated) {
+    const i32 num_sms = static_cast<i32>(call.num_sms.value_or(knobs::num_sms().value_or(1)));
+    at::Tensor schedule = new_schedule(call, padded, num_sms);
+    cpu::mqa_schedule(call.kv_start, call.kv_end, num_kv, *call.num_heads, num_sms, schedule);
+    return schedule;
+  }
+  if (!device.is_cuda() && !emulated)
+    throw ValueError(fmt::format("{}: cu_seq_len_k_start must be on a CPU or CUDA device, got {}",
+                                 kOp, device.str()));
+  const c10::DeviceGuard guard(device);
+  const Arch arch = emulated ? *emulated : arch_of_call(kOp, call.arch, device);
+  const i32 num_sms = call.num_sms ? static_cast<i32>(*call.num_sms) : usable_sms(device);
+  return run_schedule(call, arch, num_kv, padded, num_sms);
 }
 
 KernelText kernel_text(const MqaScheduleSpec&) {

@@ -82,8 +82,8 @@ Arch resolve_arch(const std::string& op, const std::optional<std::string>& text,
           "{}: arch must be given where there is no GPU, for example arch=\"sm_90a\"", op));
     if (*capability < 89)
       throw UnsupportedError(
-          fmt::format("{}: needs compute capability 8.9 or newer, this card has {}", op,
-                      card_name(*capability)));
+          fmt::format("{}: a card of compute capability 8.9 or newer is needed, this one has {}",
+                      op, card_name(*capability)));
     arch.target = target_of_card(*capability);
     arch.backend = *capability == 90 ? Backend::sm90 : Backend::sm89;
     return arch;

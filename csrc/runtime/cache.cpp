@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -48,6 +49,30 @@ std::string entry_of(const std::filesystem::path& file) {
   const std::string name = file.filename().string();
   const std::size_t end = name.rfind("-nvrtc");
   return end == std::string::npos ? "" : name.substr(0, end);
+}
+
+bool is_entry_name(std::string_view name) {
+  return name.starts_with("dk_") && name.ends_with(kSuffix) &&
+         name.find("-nvrtc") != std::string_view::npos;
+}
+
+// Takes the digits off the front; false if there are none.
+bool skip_digits(std::string_view& text, const char* digits) {
+  const std::size_t end = std::min(text.find_first_not_of(digits), text.size());
+  text.remove_prefix(end);
+  return end > 0;
+}
+
+bool skip(std::string_view& text, std::string_view expected) {
+  if (!text.starts_with(expected)) return false;
+  text.remove_prefix(expected.size());
+  return true;
+}
+
+// Whether private_name() made it of an entry's name.
+bool is_half_written(std::string_view name) {
+  return skip(name, kTemporaryPrefix) && skip_digits(name, "0123456789") && skip(name, "-") &&
+         skip_digits(name, "0123456789abcdef") && skip(name, "-") && is_entry_name(name);
 }
 
 std::string_view bytes_of(const FileHeader& header) {
@@ -169,17 +194,19 @@ std::vector<std::filesystem::path> files(const std::filesystem::path& folder,
 }
 
 std::vector<std::filesystem::path> removable(const std::filesystem::path& folder) {
-  std::vector<std::filesystem::path> found = files(folder);
+  std::vector<std::filesystem::path> found;
   for (const std::filesystem::path& file : list_folder(folder)) {
     const std::string name = file.filename().string();
-    if (name.starts_with(kTemporaryPrefix) || name.starts_with(kMovedPrefix)) found.push_back(file);
+    if ((is_entry_name(name) || is_half_written(name)) && is_file_or_link(file))
+      found.push_back(file);
   }
   return found;
 }
 
 int clear(const std::filesystem::path& folder) {
   int removed = 0;
-  for (const std::filesystem::path& file : removable(folder)) removed += remove_tree(file) ? 1 : 0;
+  for (const std::filesystem::path& file : removable(folder))
+    removed += unlink(file.c_str()) == 0 ? 1 : 0;
   return removed;
 }
 

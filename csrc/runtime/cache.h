@@ -44,7 +44,8 @@ bool make_private(const std::filesystem::path& folder);
 // no folder.
 std::vector<std::filesystem::path> files(const std::filesystem::path& folder,
                                          const std::string& prefix = "dk_");
-// Entries, and what killed processes left half-written: all that clear() removes.
+// All that clear() removes: entries, and what killed processes left half-written. Whatever only
+// looks alike, and a folder that was moved aside, is somebody else's.
 std::vector<std::filesystem::path> removable(const std::filesystem::path& folder);
 // Returns how many went.
 int clear(const std::filesystem::path& folder);

@@ -2,13 +2,11 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <ftw.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 
 namespace deep_kernels {
 
@@ -79,6 +77,11 @@ bool is_folder(const std::filesystem::path& path) {
   return stat(path.c_str(), &facts) == 0 && S_ISDIR(facts.st_mode);
 }
 
+bool is_file_or_link(const std::filesystem::path& path) {
+  struct stat facts{};
+  return lstat(path.c_str(), &facts) == 0 && (S_ISREG(facts.st_mode) || S_ISLNK(facts.st_mode));
+}
+
 int make_folder(const std::filesystem::path& path) {
   if (mkdir(path.c_str(), 0777) == 0) return 0;
   const int reason = errno;
@@ -87,14 +90,6 @@ int make_folder(const std::filesystem::path& path) {
   if (reason != ENOENT || parent.empty() || parent == path) return reason;
   if (const int fault = make_folder(parent)) return fault;
   return mkdir(path.c_str(), 0777) == 0 || errno == EEXIST ? 0 : errno;
-}
-
-bool remove_tree(const std::filesystem::path& path) {
-  constexpr int kOpenFolders = 8;
-  const auto remove_one = [](const char* name, const struct stat*, int, FTW*) {
-    return std::remove(name);
-  };
-  return nftw(path.c_str(), remove_one, kOpenFolders, FTW_DEPTH | FTW_PHYS) == 0;
 }
 
 std::vector<std::filesystem::path> list_folder(const std::filesystem::path& folder) {

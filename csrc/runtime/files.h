@@ -18,10 +18,9 @@ int write_new_file(const std::filesystem::path& path,
                    std::initializer_list<std::string_view> parts);
 
 bool is_folder(const std::filesystem::path& path);
+bool is_file_or_link(const std::filesystem::path& path);
 // With all its parents; returns an errno value, 0 for success or where it exists.
 int make_folder(const std::filesystem::path& path);
-// Returns whether anything went. Links are removed, not followed.
-bool remove_tree(const std::filesystem::path& path);
 // What lies in a folder, sorted; nothing where there is no folder. Never throws: folders change
 // while they are read, and a network file system may fail at any step.
 std::vector<std::filesystem::path> list_folder(const std::filesystem::path& folder);

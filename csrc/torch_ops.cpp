@@ -1,0 +1,100 @@
+// The operators of torch.ops.deep_kernels: schemas and addresses.
+#include <torch/library.h>
+
+#include "ops/guards.h"
+#include "ops/mqa_logits.h"
+#include "python_errors.h"
+
+namespace deep_kernels {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+std::optional<std::string> owned(std::optional<std::string_view> text) {
+  return text ? std::optional<std::string>(*text) : std::nullopt;
+}
+
+Tensor mqa_logits_op(const Tensor& q, const OptionalTensor& q_scale, const Tensor& kv,
+                     const Tensor& kv_scale, const Tensor& weights, const Tensor& kv_start,
+                     const Tensor& kv_end, bool clean, int64_t max_seqlen_k,
+                     at::ScalarType logits_dtype, const OptionalTensor& schedule,
+                     std::string_view reduction, std::optional<std::string_view> arch) {
+  return raising_in_python([&] {
+    return mqa_logits({q, q_scale, kv, kv_scale, weights, kv_start, kv_end, clean, max_seqlen_k,
+                       logits_dtype, schedule, reduction, owned(arch)},
+                      std::nullopt);
+  });
+}
+
+void mqa_logits_out_op(const Tensor& q, const OptionalTensor& q_scale, const Tensor& kv,
+                       const Tensor& kv_scale, const Tensor& weights, const Tensor& kv_start,
+                       const Tensor& kv_end, bool clean, int64_t max_seqlen_k,
+                       at::ScalarType logits_dtype, const OptionalTensor& schedule,
+                       std::string_view reduction, std::optional<std::string_view> arch,
+                       Tensor& out) {
+  raising_in_python([&] {
+    mqa_logits({q, q_scale, kv, kv_scale, weights, kv_start, kv_end, clean, max_seqlen_k,
+                logits_dtype, schedule, reduction, owned(arch)},
+               out);
+  });
+}
+
+Tensor mqa_metadata_op(const Tensor& kv_start, const Tensor& kv_end, int64_t num_kv,
+                       int64_t num_heads, int64_t num_sms, std::optional<std::string_view> arch) {
+  return raising_in_python([&] {
+    return mqa_logits_metadata({kv_start, kv_end, num_kv, num_heads, num_sms, owned(arch)});
+  });
+}
+
+void guard_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  raising_in_python([&] { refuse_what_no_backend_serves(op, *stack); });
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+void refuse_lazy_out_op(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  raising_in_python([&] { refuse_lazy_out(op); });
+}
+
+TORCH_LIBRARY(deep_kernels, m) {
+  m.def(
+      "fp8_fp4_mqa_logits(Tensor q, Tensor? q_scale, Tensor kv, Tensor kv_scale, Tensor weights, "
+      "Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, bool clean_logits=True, "
+      "SymInt max_seqlen_k=0, ScalarType logits_dtype=float, Tensor? schedule_meta=None, "
+      "str reduction=\"exact\", str? arch=None) -> Tensor");
+  m.def(
+      "fp8_fp4_mqa_logits_out(Tensor q, Tensor? q_scale, Tensor kv, Tensor kv_scale, "
+      "Tensor weights, Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, bool clean_logits, "
+      "SymInt max_seqlen_k, ScalarType logits_dtype, Tensor? schedule_meta, str reduction, "
+      "str? arch, Tensor(a!) out) -> ()");
+  // num_sms sets the result's length: an argument, so that a traced call keeps its promise whatever
+  // set_num_sms() says when it runs.
+  m.def(
+      "get_mqa_logits_metadata(Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, "
+      "SymInt num_kv_tokens, SymInt num_heads, SymInt num_sms, str? arch=None) -> Tensor");
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("fp8_fp4_mqa_logits", mqa_logits_op);
+  m.impl("fp8_fp4_mqa_logits_out", mqa_logits_out_op);
+  m.impl("get_mqa_logits_metadata", mqa_metadata_op);
+}
+TORCH_LIBRARY_IMPL(deep_kernels, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(deep_kernels, CUDA, m) { register_kernels(m); }
+
+TORCH_LIBRARY_IMPL(deep_kernels, Autograd, m) {
+  for (const char* name :
+       {"fp8_fp4_mqa_logits", "fp8_fp4_mqa_logits_out", "get_mqa_logits_metadata"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&guard_op>());
+}
+TORCH_LIBRARY_IMPL(deep_kernels, Negative, m) {
+  m.impl("fp8_fp4_mqa_logits_out",
+         torch::CppFunction::makeFromBoxedFunction<&refuse_lazy_out_op>());
+}
+TORCH_LIBRARY_IMPL(deep_kernels, Conjugate, m) {
+  m.impl("fp8_fp4_mqa_logits_out",
+         torch::CppFunction::makeFromBoxedFunction<&refuse_lazy_out_op>());
+}
+
+}  // namespace
+}  // namespace deep_kernels
