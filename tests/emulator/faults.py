@@ -57,13 +57,8 @@ def _fault(
     return Fault(name, backend, (Edit(file, old, new, count),), tuple(kinds.split()), words, case)
 
 
-_ARRIVE_DRAINED = """    if (tile == kTiles - 1) {  // rows and scales are read: the stage may be refilled
-      ptx::sync_warp();
-      if (ptx::lane_index() == 0)
-        ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
-    }
-"""
-_WAIT_WGMMA = "    ptx::wgmma_wait_group<0>(x);\n"
+_ARRIVE_DRAINED = "      if (tile == kTiles - 1) release_stage();\n"
+_WAIT_WGMMA = "      ptx::wgmma_wait_group<0>(x);\n"
 
 FAULTS = [
     # --- fences and waits that are not there
@@ -82,8 +77,8 @@ FAULTS = [
         (
             Edit(SM90, "    ptx::mbarrier_arrive(query_filled);  // every lane", "    // every lane"),
             Edit(
-                SM90, "    const float up = post_weights",
-                "    ptx::mbarrier_arrive(query_filled);\n    const float up = post_weights",
+                SM90, "    post_weights<S>(",
+                "    ptx::mbarrier_arrive(query_filled);\n    post_weights<S>(",
             ),
         ),
         ("race", "uninitialized"),
@@ -106,7 +101,7 @@ FAULTS = [
         "pending-async race uninitialized", ("math", "wgmma"),
     ),
     _fault(
-        "no wait for wgmma", "sm90", SM90, _WAIT_WGMMA, "", "accumulator", ("wgmma", "in flight"),
+        "no wait for wgmma", "sm90", SM90, _WAIT_WGMMA, "", "accumulator", ("wgmma", "in flight"), count=2,
     ),
     _fault("no wgmma.fence", "sm90", SM90, "    ptx::wgmma_fence();\n", "", "accumulator", ("wgmma.fence",)),
     # --- reuse too early
@@ -117,9 +112,8 @@ FAULTS = [
     ),
     _fault(
         "stage released before all lanes have read its scales", "sm90", SM90,
-        "      ptx::sync_warp();\n      if (ptx::lane_index() == 0)\n"
-        "        ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained",
-        "      if (ptx::lane_index() == 0)\n        ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained",
+        "    ptx::sync_warp();\n    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained",
+        "    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained",
         "race", ("nothing orders",), MqaCase(num_q=8, num_kv=1100, windows="full", num_sms=1),
     ),
     _fault(
@@ -224,7 +218,7 @@ FAULTS = [
     ),
     # --- bounds
     _fault(
-        "a column too many at the tail", "sm90", TILE, "column >= edge.width", "column > edge.width",
+        "a column too many at the tail", "sm90", TILE, "token >= edge.last", "token > edge.last",
         "bounds", ("logits", "store"), MqaCase(num_q=3, num_kv=300, windows="causal"),
     ),
     _fault(
@@ -248,8 +242,8 @@ FAULTS = [
     # --- values that are not there, results written twice
     _fault(
         "a field that nobody writes", "sm90", SM90,
-        "  ptx::store_shared_f32(ptx::smem_addr(&token.power), 1.0f);\n", "",
-        "uninitialized", ("math", "token"),
+        "  ptx::store_shared_f32(token + Token::kPowerAt, 1.0f);\n", "",
+        "uninitialized", ("math", "kPowerAt"),
     ),
     _fault(
         "two lanes store one logit", "sm90", TILE,

@@ -53,8 +53,7 @@ template <MqaLogitsSpec S>
 DK_DEVICE void load_query(const MqaLogitsArgs& args, i32 first_row, Smem<S>& smem) {
   copy_rows<S>(ptx::smem_addr(&smem.query[0]), kMqaQueryRows, args.q, [&](i32 column) -> const u8* {
     const i32 in_group = column % kMqaGroupRows;
-    const i32 row =
-        first_row + column / kMqaGroupRows * S.tokens_per_group() + S.token_of(in_group);
+    const i32 row = first_row + S.block_token_of(column);
     const i32 head = S.head_of(in_group);
     if (row >= args.num_q || head >= args.num_heads) return nullptr;
     return args.q + row * args.q_token_stride + head * args.q_head_stride;
@@ -83,16 +82,13 @@ struct Math {
   i32 group;
   i32 warp_row;  // first kv row of the warp in a stage
 
-  static DK_DEVICE i32 token_of(i32 column) {
-    return column / kMqaGroupRows * S.tokens_per_group() + S.token_of(column % kMqaGroupRows);
-  }
   // All warps together; a block barrier must follow.
   DK_DEVICE void post_weights(i32 first_row) const {
     const i32 warp = ptx::warp_index();
     bool extreme = false;
     for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
-      const float weight =
-          load_weight(args, first_row + token_of(column), S.head_of(column % kMqaGroupRows));
+      const float weight = load_weight(args, first_row + S.block_token_of(column),
+                                       S.head_of(column % kMqaGroupRows));
       extreme = extreme || is_extreme_weight(weight);
       ptx::store_shared_f32(ptx::smem_addr(&smem.weights[column]), weight);
     }
@@ -114,7 +110,8 @@ struct Math {
                             owed_power(args, first_row + ptx::thread_index()));
     ptx::sync_threads();
     for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
-      const float power = ptx::load_shared_f32(ptx::smem_addr(&smem.power[token_of(column)]));
+      const float power =
+          ptx::load_shared_f32(ptx::smem_addr(&smem.power[S.block_token_of(column)]));
       const u32 address = ptx::smem_addr(&smem.weights[column]);
       ptx::store_shared_f32(address, ptx::load_shared_f32(address) * reciprocal(power));
     }

@@ -125,7 +125,8 @@ DK_DEVICE MqaCut stored_cut(const ScheduleScratch& scratch, i32 side) {
 }
 
 struct ScheduleSums {
-  i64 before;
+  i64 before;  // of the warps below
+  i64 own;     // of this warp
   i64 total;
 };
 // Adds the costs up that the lanes of all warps have seen. All threads of the block together; holds
@@ -136,7 +137,7 @@ DK_DEVICE ScheduleSums sum_costs(i64 cost, i32 warp, ScheduleScratch& scratch) {
   for (i32 step = 1; step < 32; step *= 2) cost += ptx::shuffle_xor(cost, step);
   if (ptx::lane_index() == 0) ptx::store_shared_i64(ptx::smem_addr(&scratch.warp_cost[warp]), cost);
   ptx::sync_threads();
-  ScheduleSums sums{0, 0};
+  ScheduleSums sums{0, cost, 0};
   DK_NO_UNROLL
   for (i32 i = 0; i < kWarps; ++i) {
     const i64 other = ptx::load_shared_i64(ptx::smem_addr(&scratch.warp_cost[i]));
@@ -154,7 +155,7 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
   i64 seen = 0;
-  for_each_span<kTokens, 1>(args, blocks, [&](i32, MqaSpan span, bool leads) {
+  for_each_span<kTokens, 4>(args, blocks, [&](i32, MqaSpan span, bool leads) {
     seen += leads ? mqa_block_cost(span.num_chunks) : 0;
   });
   const ScheduleSums sums = sum_costs<kWarps>(seen, warp, scratch);
@@ -166,6 +167,12 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
     if (ptx::thread_index() == 0 && position[side] >= sums.total)  // the end of the last run
       store_cut(scratch, side, {num_blocks, 0});
   }
+  // Only the warps that have a cut among their blocks look at them again.
+  bool has_cut = false;
+  DK_UNROLL
+  for (i32 side = 0; side < 2; ++side)
+    has_cut = has_cut || (position[side] >= sums.before && position[side] < sums.before + sums.own);
+  if (!has_cut) return;
   i64 before = sums.before;
   for_each_span<kTokens, 1>(args, blocks, [&](i32 block, MqaSpan span, bool leads) {
     constexpr i32 kLanes = SpanScan<kTokens>::kLanes;
