@@ -155,7 +155,7 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
   i64 seen = 0;
-  for_each_span<kTokens, 2>(args, blocks, [&](i32, MqaSpan span, bool leads) {
+  for_each_span<kTokens, 1>(args, blocks, [&](i32, MqaSpan span, bool leads) {
     seen += leads ? mqa_block_cost(span.num_chunks) : 0;
   });
   const ScheduleSums sums = sum_costs<kWarps>(seen, warp, scratch);
