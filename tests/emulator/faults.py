@@ -57,7 +57,7 @@ def _fault(
     return Fault(name, backend, (Edit(file, old, new, count),), tuple(kinds.split()), words, case)
 
 
-_ARRIVE_DRAINED = "      if (tile == kTiles - 1) release_stage();\n"
+_ARRIVE_DRAINED = "      if (is_last) release_stage();\n"
 _WAIT_WGMMA = "      ptx::wgmma_wait_group<0>(x);\n"
 
 FAULTS = [
@@ -242,7 +242,7 @@ FAULTS = [
     # --- values that are not there, results written twice
     _fault(
         "a field that nobody writes", "sm90", SM90,
-        "  ptx::store_shared_f32(token + Token::kPowerAt, 1.0f);\n", "",
+        "  ptx::store_shared_f32(ptx::smem_addr(&token.power), 1.0f);\n", "",
         "uninitialized", ("math", "kPowerAt"),
     ),
     _fault(

@@ -207,11 +207,7 @@ struct MqaLogitsSpec {
     return query_slots() * per_slot + kv_stages * per_stage + 1024;  // barriers, scan
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
-  // sm90 at 16 heads: two registers are saved around a stage at the ends of windows, not in a tile;
-  // leaving out the tiles that no window reaches is worth it (benchmarks/notes_mqa.md).
-  constexpr i32 spill_limit_bytes() const {
-    return backend == Backend::sm90 && num_heads == 16 ? 8 : 0;
-  }
+  static constexpr i32 spill_limit_bytes() { return 0; }
   // wgmma instructions that the machine code must hold: a stage's four 64-row tiles, and one tile
   // with edge tests in a loop, head_dim / 32 k-steps each. ptxas can drop some silently.
   constexpr i32 num_wgmma() const { return backend == Backend::sm90 ? (4 + 1) * head_dim / 32 : 0; }

@@ -19,7 +19,6 @@
 
 namespace deep_kernels::mqa_sm90 {
 
-// What the math warps have to know of a query token.
 struct Token {
   i64 origin;  // element of logits where kv token 0 of the row would be
   RowEdge edge;
@@ -30,20 +29,17 @@ struct Token {
   static constexpr u32 kEdgeAt = 8;
   static constexpr u32 kPowerAt = kEdgeAt + sizeof(RowEdge);
 };
-static_assert(sizeof(RowEdge) == 16 && sizeof(Token) == 32);
-
-// Of all tokens of a group.
-struct Group {
-  MqaWindow seen;  // from the first to the last kv token that some window holds
-  MqaWindow full;  // kv tokens that every window holds; none where a token owes a power of two
-};
+static_assert(sizeof(Token) == 32 && sizeof(RowEdge) == 16);
 
 // One query block and the run of its stages that this block computes.
 template <i32 kTokens>
 struct Unit {
   i32 kv_begin;    // first kv token
   i32 num_stages;  // 0: no more units
-  Group group[kMqaGroups];
+  // Kv tokens that lie inside the window of every token of a group: their tiles need no edge test.
+  // None where a token of the block owes a power of two.
+  i32 full_begin[kMqaGroups];
+  i32 full_end[kMqaGroups];
   Token token[kTokens];
 };
 
@@ -99,23 +95,18 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
 
 // --- scheduler warp -----------------------------------------------------------------------------
 
-DK_DEVICE void store_window(u32 address, MqaWindow window) {
-  ptx::store_shared_i32(address, window.begin);
-  ptx::store_shared_i32(address + 4, window.end);
+DK_DEVICE void post_token(Token& token, i64 origin, RowEdge edge) {
+  ptx::store_shared_i64(ptx::smem_addr(&token.origin), origin);
+  ptx::store_shared_i32(ptx::smem_addr(&token.edge.begin), edge.begin);
+  ptx::store_shared_i32(ptx::smem_addr(&token.edge.end), edge.end);
+  ptx::store_shared_i32(ptx::smem_addr(&token.edge.first), edge.first);
+  ptx::store_shared_i32(ptx::smem_addr(&token.edge.last), edge.last);
+  ptx::store_shared_f32(ptx::smem_addr(&token.power), 1.0f);
 }
-DK_DEVICE MqaWindow load_shared_window(u32 address) {
-  return {ptx::load_shared_i32(address), ptx::load_shared_i32(address + 4)};
-}
-DK_DEVICE RowEdge load_shared_edge(u32 address) {
-  const MqaWindow window = load_shared_window(address);
-  const MqaWindow columns = load_shared_window(address + 8);
-  return {window.begin, window.end, columns.begin, columns.end};
-}
-DK_DEVICE void post_token(u32 token, i64 origin, RowEdge edge) {
-  ptx::store_shared_i64(token, origin);
-  store_window(token + Token::kEdgeAt, {edge.begin, edge.end});
-  store_window(token + Token::kEdgeAt + 8, {edge.first, edge.last});
-  ptx::store_shared_f32(token + Token::kPowerAt, 1.0f);
+
+DK_DEVICE RowEdge load_edge(u32 edge) {
+  return {ptx::load_shared_i32(edge), ptx::load_shared_i32(edge + 4),
+          ptx::load_shared_i32(edge + 8), ptx::load_shared_i32(edge + 12)};
 }
 
 // Writes the windows of a block's tokens into the unit and returns their span. Converged.
@@ -123,6 +114,7 @@ template <MqaLogitsSpec S>
 DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
                                Unit<S.tokens_per_block()>& unit) {
   constexpr i32 kTokens = S.tokens_per_block();
+  constexpr i32 kPerGroup = S.tokens_per_group();
   const i32 lane = ptx::lane_index();
   i32 lowest = args.num_kv;
   i32 highest = 0;
@@ -132,78 +124,81 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
     const i32 row = block * kTokens + token;
     const bool in_block = token < kTokens;
     const MqaWindow window = load_window(args, in_block ? row : args.num_q, window_limit(args));
-    MqaWindow seen = window;
-    if (window.begin >= window.end) seen = {args.num_kv, 0};
-    lowest = min_of(lowest, seen.begin);
-    highest = max_of(highest, seen.end);
-    // An empty window, also of a row that is not there, leaves no full tile.
-    MqaWindow full = window;
-    DK_UNROLL
-    for (i32 step = 1; step < S.tokens_per_group(); step *= 2) {
-      seen.begin = min_of(seen.begin, ptx::shuffle_xor(seen.begin, step));
-      seen.end = max_of(seen.end, ptx::shuffle_xor(seen.end, step));
-      full.begin = max_of(full.begin, ptx::shuffle_xor(full.begin, step));
-      full.end = min_of(full.end, ptx::shuffle_xor(full.end, step));
+    if (window.begin < window.end) {
+      lowest = min_of(lowest, window.begin);
+      highest = max_of(highest, window.end);
     }
-    if (in_block)
-      post_token(ptx::smem_addr(&unit.token[token]), row_origin(args, window, row),
-                 row_edge(args, window, row));
-    if (in_block && token % S.tokens_per_group() == 0) {
-      Group& group = unit.group[token / S.tokens_per_group()];
-      store_window(ptx::smem_addr(&group.seen), seen);
-      store_window(ptx::smem_addr(&group.full), full);
+    // An empty window, also of a row that is not there, leaves no full tile.
+    i32 full_begin = window.begin;
+    i32 full_end = window.end;
+    DK_UNROLL
+    for (i32 step = 1; step < kPerGroup; step *= 2) {
+      full_begin = max_of(full_begin, ptx::shuffle_xor(full_begin, step));
+      full_end = min_of(full_end, ptx::shuffle_xor(full_end, step));
+    }
+    if (in_block) {
+      post_token(unit.token[token], row_origin(args, window, row), row_edge(args, window, row));
+      if (token % kPerGroup == 0) {
+        ptx::store_shared_i32(ptx::smem_addr(&unit.full_begin[token / kPerGroup]), full_begin);
+        ptx::store_shared_i32(ptx::smem_addr(&unit.full_end[token / kPerGroup]), full_end);
+      }
     }
   }
   return mqa_span(ptx::reduce_min(lowest), ptx::reduce_max(highest));
 }
 
-// Powers of two for the tokens that need one, and no full tile: edge tiles apply them. Converged.
+// In column order; those of saturating octets carry kSatWeight.
+DK_DEVICE void store_weight(u32 weights, i32 column, float weight) {
+  const float factor = octet_saturates(column % kMqaGroupRows / 8) ? kSatWeight : 1.0f;
+  ptx::store_shared_f32(weights + 4 * column, weight * factor);
+}
 template <MqaLogitsSpec S>
-DK_DEVICE void post_powers(const MqaLogitsArgs& args, i32 block, Unit<S.tokens_per_block()>& unit) {
-  const i32 lane = ptx::lane_index();
-  DK_NO_UNROLL
-  for (i32 i = lane; i < S.tokens_per_block(); i += 32)
-    ptx::store_shared_f32(ptx::smem_addr(&unit.token[i].power),
-                          owed_power(args, block * S.tokens_per_block() + i));
-  if (lane < kMqaGroups) store_window(ptx::smem_addr(&unit.group[lane].full), {args.num_kv, 0});
-  ptx::sync_warp();
+DK_DEVICE float load_column_weight(const MqaLogitsArgs& args, i32 first_row, i32 column) {
+  return load_weight(args, first_row + S.block_token_of(column), S.head_of(column % kMqaGroupRows));
 }
 
-// Weights of a block in column order, those of saturating octets times kSatWeight. Converged.
+// The weights once more, divided by powers of two where tokens need it, and no full tile: edge
+// tiles apply the powers. Converged.
+template <MqaLogitsSpec S>
+DK_DEVICE void post_tamed_weights(const MqaLogitsArgs& args, i32 first_row, u32 weights,
+                                  Unit<S.tokens_per_block()>& unit) {
+  const i32 lane = ptx::lane_index();
+  DK_NO_UNROLL
+  for (i32 token = lane; token < S.tokens_per_block(); token += 32)
+    ptx::store_shared_f32(ptx::smem_addr(&unit.token[token].power),
+                          owed_power(args, first_row + token));
+  if (lane < kMqaGroups) {
+    ptx::store_shared_i32(ptx::smem_addr(&unit.full_begin[lane]), args.num_kv);
+    ptx::store_shared_i32(ptx::smem_addr(&unit.full_end[lane]), 0);
+  }
+  ptx::sync_warp();
+  DK_NO_UNROLL
+  for (i32 column = lane; column < kMqaQueryRows; column += 32) {
+    const Token& token = unit.token[S.block_token_of(column)];
+    const float power = ptx::load_shared_f32(ptx::smem_addr(&token.power));
+    store_weight(weights, column,
+                 load_column_weight<S>(args, first_row, column) * reciprocal(power));
+  }
+}
+
 template <MqaLogitsSpec S>
 DK_DEVICE void post_weights(const MqaLogitsArgs& args, i32 block, u32 weights,
                             Unit<S.tokens_per_block()>& unit) {
   const i32 first_row = block * S.tokens_per_block();
-  bool has_powers = false;
-  for (;;) {
-    bool extreme = false;
-    DK_NO_UNROLL
-    for (i32 base = 0; base < kMqaQueryRows; base += 4 * 32) {
-      // All loads before the first store, so that they travel together: short windows wait for
-      // them.
-      float weight[4];
-      DK_UNROLL
-      for (i32 i = 0; i < 4; ++i) {
-        const i32 column = base + 32 * i + ptx::lane_index();
-        weight[i] = load_weight(args, first_row + S.block_token_of(column),
-                                S.head_of(column % kMqaGroupRows));
-      }
-      DK_UNROLL
-      for (i32 i = 0; i < 4; ++i) {
-        const i32 column = base + 32 * i + ptx::lane_index();
-        extreme = extreme || is_extreme_weight(weight[i]);
-        if (has_powers) {
-          const Token& token = unit.token[S.block_token_of(column)];
-          weight[i] *= reciprocal(ptx::load_shared_f32(ptx::smem_addr(&token.power)));
-        }
-        const float factor = octet_saturates(column % kMqaGroupRows / 8) ? kSatWeight : 1.0f;
-        ptx::store_shared_f32(weights + 4 * column, weight[i] * factor);
-      }
+  bool extreme = false;
+  DK_NO_UNROLL
+  for (i32 base = ptx::lane_index(); base < kMqaQueryRows; base += 4 * 32) {
+    // All loads before the first store, so that they travel together: short windows wait for them.
+    float weight[4];
+    DK_UNROLL
+    for (i32 i = 0; i < 4; ++i) weight[i] = load_column_weight<S>(args, first_row, base + 32 * i);
+    DK_UNROLL
+    for (i32 i = 0; i < 4; ++i) {
+      extreme = extreme || is_extreme_weight(weight[i]);
+      store_weight(weights, base + 32 * i, weight[i]);
     }
-    if (has_powers || !ptx::any(extreme)) return;
-    post_powers<S>(args, block, unit);
-    has_powers = true;
   }
+  if (ptx::any(extreme)) post_tamed_weights<S>(args, first_row, weights, unit);
 }
 
 template <MqaLogitsSpec S, class Maps>
@@ -330,7 +325,7 @@ struct Math {
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
       const u32 token = tokens + sizeof(Token) * Sum::further(set, slot);
       Logit* row;
-      if constexpr (kKeepsPointer && !kEdge)
+      if constexpr (kKeepsPointer)
         row = out;
       else
         row = row_pointer(token, kv_row);
@@ -345,7 +340,7 @@ struct Math {
               scaled_sum(kept[slot][i], ptx::load_shared_f32(scale_at(scales, tile, i)),
                          ptx::load_shared_f32(token + Token::kPowerAt));
           store_edge<S.clean != Clean::off>(row + offset, kv_row + tile_row + offset,
-                                            load_shared_edge(token + Token::kEdgeAt), value);
+                                            load_edge(token + Token::kEdgeAt), value);
         }
       }
     }
@@ -370,66 +365,41 @@ struct Math {
     ptx::sync_warp();
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.kv_drained[stages.slot]));
   }
-  DK_DEVICE u32 stage_kv() const { return kv_low + stages.slot * (S.kv_stage_bytes() >> 4); }
-  DK_DEVICE u32 stage_scales() const {
-    return ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + 4 * tile_row;
-  }
-  static DK_DEVICE u32 tile_kv(u32 kv, i32 tile) {
-    return kv + tile * (kTileRows * S.head_dim >> 4);
-  }
-
-  // Scores, head sums and stores of a stage that lies inside all windows.
-  DK_DEVICE void full_stage(i32 kv_row) const {
-    const u32 kv = stage_kv();
-    const u32 scales = stage_scales();
-    DK_UNROLL
-    for (i32 tile = 0; tile < kTiles; ++tile) {
-      float x[64];
-      start_score(x, tile_kv(kv, tile));
+  // Scores, head sums and stores of 64 kv rows.
+  template <bool kEdge>
+  DK_DEVICE void one_tile(i32 tile, u32 kv, u32 scales, i32 kv_row) const {
+    const bool is_last = tile == kTiles - 1;
+    float x[64];
+    start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
+    if constexpr (kEdge) {  // scales are read where they are used: the edge tests need registers
+      ptx::wgmma_wait_group<0>(x);
+      reduce<kEdge>(x, nullptr, scales, tile, kv_row);
+      if (is_last) release_stage();
+    } else {
       float scale[Sum::kRows];
       DK_UNROLL
       for (i32 i = 0; i < Sum::kRows; ++i)
         scale[i] = ptx::load_shared_f32(scale_at(scales, tile, i));
       ptx::wgmma_wait_group<0>(x);
-      if (tile == kTiles - 1) release_stage();
-      reduce<false>(x, scale, scales, tile, kv_row);
+      if (is_last) release_stage();
+      reduce<kEdge>(x, scale, scales, tile, kv_row);
     }
   }
 
-  // -inf for a tile that no window of the group reaches.
-  DK_DEVICE void fill_tile(i32 kv_row) const {
-    if (!Sum::stores()) return;
-    DK_NO_UNROLL
-    for (i32 i = 0; i < Sum::kSets * Sum::kSlots; ++i) {
-      const u32 token = tokens + sizeof(Token) * Sum::further(i / Sum::kSlots, i % Sum::kSlots);
-      const RowEdge edge = load_shared_edge(token + Token::kEdgeAt);
-      Logit* row = row_pointer(token, kv_row);
-      DK_UNROLL
-      for (i32 r = 0; r < Sum::kRows; ++r) {
-        store_edge<true>(row + 8 * r, kv_row + tile_row + 8 * r, edge, 0.0f);
-      }
-    }
-  }
-
-  // The same for a stage at the ends of windows, scores for the tiles that one of them reaches. Few
-  // of them, so one copy of the tile, which compiles faster.
-  DK_DEVICE void edge_stage(MqaWindow seen, i32 kv_row) const {
-    const i32 begin = clamp_to((seen.begin - kv_row) / kTileRows, 0, kTiles);
-    const i32 end = clamp_to(ceil_div(seen.end - kv_row, kTileRows), begin, kTiles);
-    DK_NO_UNROLL
-    for (i32 tile = begin; tile < end; ++tile) {
-      float x[64];
-      start_score(x, tile_kv(stage_kv(), tile));
-      ptx::wgmma_wait_group<0>(x);
-      // Scales are read where they are used: the edge tests need the registers.
-      reduce<true>(x, nullptr, scale_at(stage_scales(), tile, 0), 0, kv_row + tile * kTileRows);
-    }
-    release_stage();
-    if constexpr (S.clean != Clean::off) {
+  template <bool kEdge>
+  DK_DEVICE void stage(i32 kv_row) {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
+    const u32 scales = ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + 4 * tile_row;
+    const u32 kv = kv_low + stages.slot * (S.kv_stage_bytes() >> 4);
+    if constexpr (kEdge) {  // few of them: one copy of the tile, which compiles faster
       DK_NO_UNROLL
-      for (i32 tile = 0; tile < kTiles; ++tile)
-        if (tile < begin || tile >= end) fill_tile(kv_row + tile * kTileRows);
+      for (i32 tile = 0; tile < kTiles; ++tile) one_tile<kEdge>(tile, kv, scales, kv_row);
+    } else {
+      DK_UNROLL
+      for (i32 tile = 0; tile < kTiles; ++tile) one_tile<kEdge>(tile, kv, scales, kv_row);
     }
+    stages.next();
+    if constexpr (kKeepsPointer) out += S.kv_stage_rows();
   }
 
   DK_DEVICE void open_unit(const Unit<S.tokens_per_block()>& unit, i32 slot, i32 kv_row) {
@@ -462,14 +432,12 @@ struct Math {
       DK_NO_UNROLL
       for (; num_stages > 0; --num_stages, kv_row += S.kv_stage_rows()) {
         // Read for every stage: registers are scarcer than these loads.
-        const MqaWindow full = load_shared_window(ptx::smem_addr(&unit.group[group].full));
-        ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
-        if (kv_row >= full.begin && kv_row + S.kv_stage_rows() <= full.end)
-          full_stage(kv_row);
+        const i32 full_begin = ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group]));
+        const i32 full_end = ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
+        if (kv_row >= full_begin && kv_row + S.kv_stage_rows() <= full_end)
+          stage<false>(kv_row);
         else
-          edge_stage(load_shared_window(ptx::smem_addr(&unit.group[group].seen)), kv_row);
-        stages.next();
-        if constexpr (kKeepsPointer) out += S.kv_stage_rows();
+          stage<true>(kv_row);
       }
       ptx::sync_warp();
       if (ptx::lane_index() == 0)
