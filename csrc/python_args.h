@@ -61,9 +61,7 @@ class PythonArgs {
   // Memory that an op may write: a conjugated or negated view would have to be resolved first.
   std::optional<at::Tensor> out(const char* name, py::handle value) {
     const std::optional<at::Tensor> result = optional_tensor(name, value);
-    if (result && (result->is_neg() || result->is_conj()))
-      throw ValueError(fmt::format(
-          "{}: {} must be plain memory, got a view that is conjugated or negated", op_, name));
+    if (result && (result->is_neg() || result->is_conj())) checks::refuse_lazy_view(op_, name);
     return result;
   }
   at::ScalarType dtype(const char* name, py::handle value) const {

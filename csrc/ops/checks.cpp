@@ -129,6 +129,11 @@ std::string describe(const at::Tensor& tensor) {
   return fmt::format("{} [{}]", dtype_name(tensor.scalar_type()), numbers(tensor.sym_sizes()));
 }
 
+void refuse_lazy_view(const char* op, const char* argument) {
+  throw ValueError(fmt::format(
+      "{}: {} must be plain memory, got a view that is conjugated or negated", op, argument));
+}
+
 void require_dense(const char* op, const char* argument, const at::Tensor& tensor) {
   if (const char* kind = kind_of(tensor))
     throw ValueError(

@@ -29,6 +29,8 @@ std::string describe(const at::Tensor& tensor);  // "float16 [4095]"
 
 // Strided, and neither nested nor quantized: what no kernel could read otherwise.
 void require_dense(const char* op, const char* argument, const at::Tensor& tensor);
+// Throws the refusal of a conjugated or negated view where memory is to be written.
+[[noreturn]] void refuse_lazy_view(const char* op, const char* argument);
 // A dense tensor of one of the dtypes and of the shape, with memory enough for it.
 void require(const char* op, const char* argument, const at::Tensor& tensor, Dtypes dtypes,
              Shape shape);

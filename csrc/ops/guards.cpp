@@ -1,9 +1,6 @@
 #include "ops/guards.h"
 
-#include <fmt/format.h>
-
 #include "ops/checks.h"
-#include "runtime/errors.h"
 
 namespace deep_kernels {
 
@@ -36,8 +33,7 @@ void refuse_what_no_backend_serves(const c10::OperatorHandle& op, const torch::j
 }
 
 void refuse_lazy_out(const c10::OperatorHandle& op) {
-  throw ValueError(fmt::format(
-      "{}: out must be plain memory, got a view that is conjugated or negated", public_name(op)));
+  checks::refuse_lazy_view(public_name(op).c_str(), "out");
 }
 
 }  // namespace deep_kernels
