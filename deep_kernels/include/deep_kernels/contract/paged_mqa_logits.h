@@ -150,11 +150,17 @@ struct PagedMqaLogitsSpec {
   }
   constexpr i32 num_passes() const { return unit_columns() / pass_columns(); }
   constexpr MqaColumnOrder order() const { return {pass_columns(), num_heads}; }
+  // Of a column of the unit: its row, counted from the unit's first, and its head.
+  constexpr i32 token_of(i32 column) const {
+    return column / pass_columns() * order().tokens() + order().token_of(column % pass_columns());
+  }
+  constexpr i32 head_of(i32 column) const { return order().head_of(column % pass_columns()); }
 
   constexpr i32 num_threads() const {
     return backend == Backend::sm90 ? 128 * (math_groups + 1) : 256;
   }
-  constexpr i32 query_bytes() const { return unit_columns() * head_dim; }  // e4m3, MX too
+  constexpr i32 query_bytes() const { return unit_columns() * head_dim; }          // e4m3, MX too
+  constexpr i32 query_load_bytes() const { return unit_columns() * row_bytes(); }  // as they come
   constexpr i32 kv_stage_bytes() const { return kPagedTileRows * row_bytes(); }
   // Units in flight. On sm90 more than two let short contexts overlap.
   constexpr i32 query_slots() const {
@@ -188,7 +194,8 @@ struct PagedMqaLogitsSpec {
     if (unit_rows != 1 && unit_rows != 2 && unit_rows != 4) return "unit_rows must be 1, 2 or 4";
     if (unit_columns() < 32) return "unit_rows * num_heads must be at least 32";
     if (kv_stages < 2) return "kv_stages must be at least 2";
-    if (math_groups < 1 || math_groups > 4) return "math_groups must be from 1 to 4";
+    if (math_groups > 4 || math_groups < (backend == Backend::sm90 ? 2 : 1))
+      return "math_groups must be from 2 to 4, or 1 on sm89";
     if (math_groups > kv_stages) return "math_groups must not exceed kv_stages";
     if (smem_bytes() > limits_of(backend).max_smem_bytes) return "shared memory does not fit";
     return nullptr;
