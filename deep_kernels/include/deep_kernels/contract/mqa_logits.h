@@ -146,6 +146,28 @@ constexpr MqaFill mqa_fill(MqaSpan span, i32 shift, i32 width) {
           static_cast<i32>(clamp_to<i64>(covered_end - shift, 0, width))};
 }
 
+// How (token, head) pairs are the columns of an MMA tile. A lane t (lane & 3) holds columns 8j + 2t
+// and 8j + 2t + 1, so the heads of one token are dealt to as few lanes as possible. Octet j holds
+// heads_per_octet heads of tokens_per_octet tokens; column 8j + c is token c / heads_per_octet of
+// the octet. Source: the feasibility study for this op on an H200 (one shuffle at 64 heads and 128
+// columns, none at 32).
+struct MqaColumnOrder {
+  i32 num_columns;
+  i32 num_heads;  // a power of two from 8 to num_columns
+
+  constexpr i32 tokens() const { return num_columns / num_heads; }
+  constexpr i32 heads_per_octet() const { return max_of(1, 8 / tokens()); }
+  constexpr i32 tokens_per_octet() const { return 8 / heads_per_octet(); }
+  constexpr i32 octets_per_token_set() const { return num_heads / heads_per_octet(); }
+  constexpr i32 token_of(i32 column) const {
+    return column / 8 / octets_per_token_set() * tokens_per_octet() +
+           column % 8 / heads_per_octet();
+  }
+  constexpr i32 head_of(i32 column) const {
+    return column / 8 % octets_per_token_set() * heads_per_octet() + column % heads_per_octet();
+  }
+};
+
 // What the compiler gets. All members are one byte wide: hashable as bytes, no padding.
 struct MqaLogitsSpec {
   Backend backend;     // sm89 | sm90
@@ -171,22 +193,14 @@ struct MqaLogitsSpec {
     visit("kv_stages", kv_stages);
   }
 
-  // Column order of a group: an MMA lane t (lane & 3) holds columns 8j + 2t and 8j + 2t + 1, so
-  // the heads of one token are dealt to as few lanes as possible. Octet j holds heads_per_octet
-  // heads of tokens_per_octet tokens; column 8j + c is token c / heads_per_octet of the octet.
-  // Source: the feasibility study for this op on an H200 (one shuffle at 64 heads, none at 32).
-  constexpr i32 tokens_per_group() const { return kMqaGroupRows / num_heads; }
+  constexpr MqaColumnOrder order() const { return {kMqaGroupRows, num_heads}; }
+  constexpr i32 tokens_per_group() const { return order().tokens(); }
   constexpr i32 tokens_per_block() const { return mqa_tokens_per_block(num_heads); }
-  constexpr i32 heads_per_octet() const { return max_of(1, 8 / tokens_per_group()); }
-  constexpr i32 tokens_per_octet() const { return 8 / heads_per_octet(); }
-  constexpr i32 octets_per_token_set() const { return num_heads / heads_per_octet(); }
-  constexpr i32 token_of(i32 column) const {
-    return column / 8 / octets_per_token_set() * tokens_per_octet() +
-           column % 8 / heads_per_octet();
-  }
-  constexpr i32 head_of(i32 column) const {
-    return column / 8 % octets_per_token_set() * heads_per_octet() + column % heads_per_octet();
-  }
+  constexpr i32 heads_per_octet() const { return order().heads_per_octet(); }
+  constexpr i32 tokens_per_octet() const { return order().tokens_per_octet(); }
+  constexpr i32 octets_per_token_set() const { return order().octets_per_token_set(); }
+  constexpr i32 token_of(i32 column) const { return order().token_of(column); }
+  constexpr i32 head_of(i32 column) const { return order().head_of(column); }
 
   // The same for a column of the block's kMqaQueryRows, tokens counted from the block's first.
   constexpr i32 block_token_of(i32 column) const {

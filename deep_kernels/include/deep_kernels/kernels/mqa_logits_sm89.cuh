@@ -72,7 +72,7 @@ DK_DEVICE void load_kv(const MqaLogitsArgs& args, i32 first_row, i32 stage, Smem
 // Registers of one warp for one unit: a query block and the run of its stages.
 template <MqaLogitsSpec S>
 struct Math {
-  using Sum = HeadSum<S>;
+  using Sum = HeadSum<S.order()>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
   static constexpr i32 kSteps = S.head_dim / 32;  // k-steps of the MMA
   static constexpr i32 kStepPairs = max_of(1, kSteps / 2);

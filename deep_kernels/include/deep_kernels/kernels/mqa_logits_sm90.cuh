@@ -283,7 +283,7 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
 
 template <MqaLogitsSpec S>
 struct Math {
-  using Sum = HeadSum<S>;
+  using Sum = HeadSum<S.order()>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
   using Descriptor = tile::KMajorDescriptor<S.head_dim>;
   static constexpr i32 kTiles = S.kv_stage_rows() / kTileRows;

@@ -26,7 +26,9 @@ inline constexpr float kSatScore = 0x1p-25f;
 inline constexpr float kSatWeight = 0x1p25f;
 constexpr bool octet_saturates(i32 octet) { return octet % 3 == 0; }
 
-DK_DEVICE float load_weight(const MqaLogitsArgs& args, i32 row, i32 head) {
+// Args, here and below: MqaLogitsArgs or PagedMqaLogitsArgs.
+template <class Args>
+DK_DEVICE float load_weight(const Args& args, i32 row, i32 head) {
   if (row >= args.num_q || head >= args.num_heads) return 0.0f;
   const i64 index = row * args.weights_stride + head;
   switch (args.weights_dtype) {
@@ -59,7 +61,8 @@ DK_DEVICE bool is_extreme(i32 exponent) {
 }
 // Whether a weight calls for a look at its whole token.
 DK_DEVICE bool is_extreme_weight(float weight) { return is_extreme(exponent_of(weight)); }
-DK_DEVICE float owed_power(const MqaLogitsArgs& args, i32 row) {
+template <class Args>
+DK_DEVICE float owed_power(const Args& args, i32 row) {
   i32 greatest = kNoExponent;
   DK_NO_UNROLL
   for (i32 head = 0; head < args.num_heads; ++head)
@@ -77,27 +80,31 @@ DK_DEVICE float scaled_sum(float sum, float scale, float power) {
   return opposite ? sum * (scale * power) : sum * scale * power;
 }
 
-// How the four lanes that share a kv row split and join the heads of their tokens.
-template <MqaLogitsSpec S>
+// How the four lanes that share a kv row split and join the heads of their tokens. kMaySaturate: of
+// every third octet the weights carry kSatWeight.
+template <MqaColumnOrder O, bool kMaySaturate = true>
 struct HeadSum {
-  // A token set is what consecutive octets share: all tokens of the group, or half of them at 8
-  // heads.
-  static constexpr i32 kSets = 16 / S.octets_per_token_set();
-  // Tokens of one set whose columns a lane holds: its slots. 1 down to 32 heads, then 2.
-  static constexpr i32 kSlots = S.num_heads >= 32 ? 1 : 2;
+  static constexpr i32 kOctets = O.num_columns / 8;
+  // A token set is what consecutive octets share: all tokens of the tile, or half of them at 8
+  // heads and 128 columns.
+  static constexpr i32 kSets = kOctets / O.octets_per_token_set();
+  // Lanes that share a token's heads.
+  static constexpr i32 kLanes = O.tokens_per_octet() >= 4 ? 1 : 4 / O.tokens_per_octet();
+  // Tokens of one set whose columns a lane holds: its slots. 2 where every column is another token.
+  static constexpr i32 kSlots = O.tokens_per_octet() == 8 ? 2 : 1;
   // Kv rows a lane keeps after joining with its neighbours: both, or one of them.
-  static constexpr i32 kRows = S.num_heads <= 32 ? 2 : 1;
+  static constexpr i32 kRows = kLanes == 1 ? 2 : 1;
 
-  // The lane's tokens inside the group: the first, and how much further the others are.
-  static DK_DEVICE i32 first_token() { return S.token_of(2 * (ptx::lane_index() % 4)); }
-  static constexpr i32 further(i32 set, i32 slot) { return set * S.tokens_per_octet() + slot; }
+  // The lane's tokens inside the tile: the first, and how much further the others are.
+  static DK_DEVICE i32 first_token() { return O.token_of(2 * (ptx::lane_index() % 4)); }
+  static constexpr i32 further(i32 set, i32 slot) { return set * O.tokens_per_octet() + slot; }
   // First kv row of the 16-row MMA tile that the lane keeps; the second, if any, is 8 further.
   static DK_DEVICE i32 row() {
     const i32 lane = ptx::lane_index();
     return lane / 4 + (kRows == 1 ? 8 * (lane & 1) : 0);
   }
-  // At 128 heads two lanes end up with the same sum; one of them stores it.
-  static DK_DEVICE bool stores() { return S.num_heads <= 64 || ptx::lane_index() % 4 < 2; }
+  // Where four lanes share a token two of them end up with the same sum; one of them stores it.
+  static DK_DEVICE bool stores() { return kLanes < 4 || ptx::lane_index() % 4 < 2; }
 
   // sum[slot][r] += weights times relu of one octet's four scores x[2r + e]. With kFirst it begins
   // the sum.
@@ -115,13 +122,14 @@ struct HeadSum {
       }
     }
   }
-  // All octets of a token set; the weights carry kSatWeight where octets saturate.
-  template <i32 kSet, i32 kOctet = kSet * S.octets_per_token_set()>
-  static DK_DEVICE void add_set(float (&sum)[kSlots][2], const float (&x)[64],
-                                const float (&weight)[32]) {
-    if constexpr (kOctet < (kSet + 1) * S.octets_per_token_set()) {
-      add<octet_saturates(kOctet), kOctet % S.octets_per_token_set() == 0>(sum, x + 4 * kOctet,
-                                                                           weight + 2 * kOctet);
+  // All octets of a token set.
+  template <i32 kSet, i32 kOctet = kSet * O.octets_per_token_set()>
+  static DK_DEVICE void add_set(float (&sum)[kSlots][2], const float (&x)[4 * kOctets],
+                                const float (&weight)[2 * kOctets]) {
+    if constexpr (kOctet < (kSet + 1) * O.octets_per_token_set()) {
+      constexpr bool kFirst = kOctet % O.octets_per_token_set() == 0;
+      add<kMaySaturate && octet_saturates(kOctet), kFirst>(sum, x + 4 * kOctet,
+                                                           weight + 2 * kOctet);
       add_set<kSet, kOctet + 1>(sum, x, weight);
     }
   }
@@ -139,7 +147,7 @@ struct HeadSum {
       const float mine = odd ? sum[0][1] : sum[0][0];
       const float other = odd ? sum[0][0] : sum[0][1];
       kept[0][0] = mine + ptx::shuffle_xor(other, 1);
-      if constexpr (S.num_heads == 128) kept[0][0] += ptx::shuffle_xor(kept[0][0], 2);
+      if constexpr (kLanes == 4) kept[0][0] += ptx::shuffle_xor(kept[0][0], 2);
     }
   }
 };

@@ -83,6 +83,10 @@ DK_DEVICE i32 load_global_written(const i32* address) { return *address; }
 DK_DEVICE void store_global(i32* address, i32 value) { *address = value; }
 DK_DEVICE void store_global(float* address, float value) { *address = value; }
 DK_DEVICE void store_global(u16* address, u16 value) { *address = value; }
+// Fetches the line of an address into the L2 cache; the address need not be good.
+DK_DEVICE void prefetch_global_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 // 16 bytes; the address is a multiple of 16.
 DK_DEVICE void store_global_x4(void* address, u32 a, u32 b, u32 c, u32 d) {
   *static_cast<uint4*>(address) = make_uint4(a, b, c, d);

@@ -109,6 +109,7 @@ inline void store_global_x4(void* address, u32 a, u32 b, u32 c, u32 d, At at = A
   const u32 words[4] = {a, b, c, d};
   emulator::store_global(address, words, sizeof(words), at);
 }
+inline void prefetch_global_l2(const void*) {}
 inline u32 bytes_to_aligned(const void* address, u32 unit) {
   return static_cast<u32>(-reinterpret_cast<u64>(address)) & (unit - 1);
 }

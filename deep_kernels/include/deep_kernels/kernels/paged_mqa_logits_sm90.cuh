@@ -1,0 +1,308 @@
+// Paged MQA logits on Hopper: 64 kv tokens are the rows of a wgmma, the (row, head) pairs of a unit
+// its columns. The kernel lives on memory bandwidth. One block per SM, persistent.
+//
+//   scheduler warp   walks the block's share, posts units, loads queries (TMA) and weights
+//   kv warp          follows the block table of the posted units and streams tiles through a ring
+//   math warpgroups  take tiles in turn, each all rows of the unit
+//   cleaner warps    fill -inf where no tile reaches, while the others compute
+//
+// Source of the design: the feasibility study for this op on an H200 (pages as the row operand,
+// values and scales as two copies on one barrier, the split derived inside the kernel).
+#pragma once
+
+#include "deep_kernels/contract/paged_mqa_logits.h"
+#include "deep_kernels/kernels/paged_mqa_math_sm90.cuh"
+#include "deep_kernels/kernels/paged_mqa_schedule.cuh"
+#include "deep_kernels/kernels/paged_mqa_unit_sm90.cuh"
+#include "deep_kernels/ptx/sm90.cuh"
+#include "deep_kernels/tile/pipeline.cuh"
+
+namespace deep_kernels::paged_sm90 {
+
+// --- scheduler warp -----------------------------------------------------------------------------
+
+// Rows of a request that are computed together, and the tiles of it that this block takes.
+struct Work {
+  i32 request;
+  i32 row;       // in the request
+  i32 num_rows;  // from `row` on, at most Spec::unit_rows count
+  i32 longest;   // kv tokens that the request's rows see
+  TileRange tiles;
+};
+
+// Row of logits, and of weights.
+DK_DEVICE i32 first_row(const PagedMqaLogitsArgs& args, const Work& work) {
+  return work.request * args.next_n + work.row;
+}
+
+template <PagedMqaLogitsSpec S>
+DK_DEVICE void post_token(const PagedMqaLogitsArgs& args, const Work& work, i32 token,
+                          Token& posted) {
+  i32 length = 0;
+  i32 store_end = 0;  // of a row that is not there nothing is stored
+  if (token < work.num_rows) {
+    // With indices a unit's rows are requests of their own.
+    const bool by_request = args.indices != nullptr;
+    length = load_row_length(args, by_request ? work.request + token : work.request,
+                             by_request ? 0 : work.row + token);
+    store_end = args.clean ? args.width : length;
+  }
+  ptx::store_shared_i64(ptx::smem_addr(&posted.origin),
+                        (i64{first_row(args, work)} + token) * args.logits_stride);
+  ptx::store_shared_i32(ptx::smem_addr(&posted.length), length);
+  ptx::store_shared_i32(ptx::smem_addr(&posted.store_end), store_end);
+  ptx::store_shared_f32(ptx::smem_addr(&posted.power), 1.0f);
+}
+
+template <PagedMqaLogitsSpec S>
+DK_DEVICE void post_unit(const PagedMqaLogitsArgs& args, const Work& work, Unit<S.unit_rows>& unit,
+                         u32 unit_posted) {
+  const i32 lane = ptx::lane_index();
+  if (lane < S.unit_rows) post_token<S>(args, work, lane, unit.token[lane]);
+  if (lane == 0) {
+    ptx::store_shared_i64(ptx::smem_addr(&unit.table), work.request * args.table_stride);
+    ptx::store_shared_i32(ptx::smem_addr(&unit.first_tile), work.tiles.begin);
+    ptx::store_shared_i32(ptx::smem_addr(&unit.num_tiles), work.tiles.end - work.tiles.begin);
+    ptx::store_shared_i32(ptx::smem_addr(&unit.longest), work.longest);
+  }
+  ptx::sync_warp();  // what all lanes have written is there before lane 0 posts the unit
+  if (lane == 0) ptx::mbarrier_arrive(unit_posted);
+}
+
+template <PagedMqaLogitsSpec S, class Maps>
+DK_DEVICE void load_queries(const PagedMqaLogitsArgs& args, const Maps& maps, const Work& work,
+                            u32 queries, u32 barrier) {
+  if (ptx::lane_index() == 0) ptx::mbarrier_arrive_expect_tx(barrier, S.query_load_bytes());
+  ptx::sync_warp();
+  const bool by_request = args.indices != nullptr;
+  DK_NO_UNROLL
+  for (i32 octet = ptx::lane_index(); octet < S.unit_columns() / 8; octet += 32) {
+    const i32 token = S.token_of(8 * octet);
+    ptx::tma_load_4d(queries + octet * 8 * S.row_bytes(), maps.q, barrier, 0, S.head_of(8 * octet),
+                     by_request ? work.request + token : work.row + token,
+                     by_request ? 0 : work.request);
+  }
+}
+
+template <PagedMqaLogitsSpec S>
+DK_DEVICE float load_column_weight(const PagedMqaLogitsArgs& args, const Work& work, i32 column) {
+  return load_weight(args, first_row(args, work) + S.token_of(column), S.head_of(column));
+}
+
+// The weights once more, divided by powers of two where tokens need it. Converged.
+template <PagedMqaLogitsSpec S>
+DK_DEVICE void post_tamed_weights(const PagedMqaLogitsArgs& args, const Work& work, u32 weights,
+                                  Unit<S.unit_rows>& unit) {
+  const i32 lane = ptx::lane_index();
+  if (lane < S.unit_rows)
+    ptx::store_shared_f32(ptx::smem_addr(&unit.token[lane].power),
+                          owed_power(args, first_row(args, work) + lane));
+  ptx::sync_warp();
+  DK_NO_UNROLL
+  for (i32 column = lane; column < S.unit_columns(); column += 32) {
+    const float power = ptx::load_shared_f32(ptx::smem_addr(&unit.token[S.token_of(column)].power));
+    ptx::store_shared_f32(weights + 4 * column,
+                          load_column_weight<S>(args, work, column) * reciprocal(power));
+  }
+}
+
+template <PagedMqaLogitsSpec S>
+DK_DEVICE void post_weights(const PagedMqaLogitsArgs& args, const Work& work, u32 weights,
+                            Unit<S.unit_rows>& unit) {
+  constexpr i32 kAhead = min_of(S.unit_columns() / 32, 4);
+  bool extreme = false;
+  DK_NO_UNROLL
+  for (i32 base = ptx::lane_index(); base < S.unit_columns(); base += kAhead * 32) {
+    float weight[kAhead];  // all loads before the first store, so that they travel together
+    DK_UNROLL
+    for (i32 i = 0; i < kAhead; ++i) weight[i] = load_column_weight<S>(args, work, base + 32 * i);
+    DK_UNROLL
+    for (i32 i = 0; i < kAhead; ++i) {
+      extreme = extreme || is_extreme_weight(weight[i]);
+      ptx::store_shared_f32(weights + 4 * (base + 32 * i), weight[i]);
+    }
+  }
+  if (ptx::any(extreme)) post_tamed_weights<S>(args, work, weights, unit);
+}
+
+// The page table entries that the kv warp will ask for next, into the L2 cache.
+DK_DEVICE void prefetch_table(const PagedMqaLogitsArgs& args, const Work& work) {
+  constexpr i32 kPerLine = 128 / sizeof(i32);
+  const i32 first = work.tiles.begin * kPagedTileRows / args.block_kv;
+  const i32 page = first + ptx::lane_index() * kPerLine;
+  if (i64{page} * args.block_kv < work.longest)
+    ptx::prefetch_global_l2(args.block_table + work.request * args.table_stride + page);
+}
+
+template <PagedMqaLogitsSpec S, class Maps>
+DK_DEVICE void fill_unit(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem,
+                         const Work& work, tile::Ring<S.query_slots()> slots) {
+  auto& unit = smem.unit[slots.slot];
+  const u32 filled = ptx::smem_addr(&smem.query_filled[slots.slot]);
+  const u32 queries = ptx::smem_addr(&smem.query[slots.slot][0]);
+  const u32 weights = ptx::smem_addr(&smem.weights[slots.slot][0]);
+  prefetch_table(args, work);
+  ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
+  post_unit<S>(args, work, unit, ptx::smem_addr(&smem.unit_posted[slots.slot]));
+  load_queries<S>(args, maps, work, queries, filled);
+  post_weights<S>(args, work, weights, unit);
+  ptx::mbarrier_arrive(filled);  // every lane for what it wrote
+}
+
+template <PagedMqaLogitsSpec S, class Maps>
+DK_DEVICE void scheduler_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
+  auto slots = tile::Ring<S.query_slots()>::filler();
+  const PagedCut begin = stored_paged_cut(smem.schedule, 0);
+  const PagedCut end = stored_paged_cut(smem.schedule, 1);
+  const i32 last = min_of(end.tile > 0 ? end.request : end.request - 1, args.num_requests - 1);
+  DK_NO_UNROLL
+  for (i32 request = begin.request; request <= last; ++request) {
+    const RequestRows rows = load_request(args, request);
+    const TileRange tiles = run_tiles(begin, end, request, paged_num_tiles(rows.longest));
+    if (tiles.begin >= tiles.end) continue;
+    DK_NO_UNROLL
+    for (i32 row = 0; row < rows.count; row += S.unit_rows, slots.next())
+      fill_unit<S>(args, maps, smem, {request, row, rows.count - row, rows.longest, tiles}, slots);
+  }
+  ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
+  if (ptx::lane_index() == 0) {
+    ptx::store_shared_i32(ptx::smem_addr(&smem.unit[slots.slot].num_tiles), 0);
+    ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
+    ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
+  }
+  ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
+}
+
+// --- kv warp -------------------------------------------------------------------------------------
+
+// A row of the block table, read 32 entries at a time, one read ahead. Converged.
+struct TableWindow {
+  const i32* row;
+  i32 num_pages;   // in use: entries behind them are not read
+  i32 num_blocks;  // of the cache
+  i32 base;        // page of lane 0
+  i32 entry;       // of page base + lane
+  i32 next;        // of page base + 32 + lane
+
+  DK_DEVICE i32 load(i32 page) const {
+    return page < num_pages ? clamp_to(ptx::load_global(row + page), 0, num_blocks - 1) : 0;
+  }
+  DK_DEVICE void open(i32 first_page) {
+    base = first_page;
+    entry = load(base + ptx::lane_index());
+    next = load(base + 32 + ptx::lane_index());
+  }
+  // Makes the entries from `page` on available: as many as share a tile. Pages are asked for in
+  // order and the window begins with a tile's first page.
+  DK_DEVICE void move_to(i32 page) {
+    if (page < base + 32) return;
+    base += 32;
+    entry = next;
+    next = load(base + 32 + ptx::lane_index());
+  }
+  DK_DEVICE i32 at(i32 page) const { return ptx::shuffle(entry, page - base); }
+};
+
+template <PagedMqaLogitsSpec S, class Maps>
+DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
+  constexpr u32 kBytes = S.kv_stage_bytes() + kPagedTileRows * sizeof(float);
+  const i32 lane = ptx::lane_index();
+  const i32 box_rows = min_of(args.block_kv, kPagedTileRows);
+  const i32 boxes = kPagedTileRows / box_rows;  // of a tile, one lane each
+  const i32 shift = paged_block_shift(args.block_kv);
+  const u64 policy = ptx::evict_first_policy();
+  const u8* scales = args.kv_cache + paged_scale_offset(args.block_kv, S.row_bytes());
+  auto units = tile::Ring<S.query_slots()>::drainer();
+  auto stages = tile::Ring<S.kv_stages>::filler();
+  DK_NO_UNROLL
+  for (;; units.next()) {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_posted[units.slot]), units.parity);
+    const auto& unit = smem.unit[units.slot];
+    const i32 num_tiles = ptx::load_shared_i32(ptx::smem_addr(&unit.num_tiles));
+    if (num_tiles == 0) return;
+    i32 token = ptx::load_shared_i32(ptx::smem_addr(&unit.first_tile)) * kPagedTileRows;
+    const i32 last_page = (ptx::load_shared_i32(ptx::smem_addr(&unit.longest)) - 1) >> shift;
+    TableWindow table{.row = args.block_table + ptx::load_shared_i64(ptx::smem_addr(&unit.table)),
+                      .num_pages = last_page + 1,
+                      .num_blocks = args.num_blocks};
+    table.open(token >> shift);
+    DK_NO_UNROLL
+    for (i32 i = 0; i < num_tiles; ++i, token += kPagedTileRows, stages.next()) {
+      const u32 filled = ptx::smem_addr(&smem.kv_filled[stages.slot]);
+      table.move_to(token >> shift);
+      // Of small pages the last tile may use a part: then the last one stands for the others.
+      const i32 page = table.at(min_of((token >> shift) + min_of(lane, boxes - 1), last_page));
+      const i32 row = token & (args.block_kv - 1);  // in the page
+      ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_drained[stages.slot]), stages.parity);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(filled, kBytes);
+      ptx::sync_warp();
+      if (lane >= boxes) continue;
+      ptx::tma_load_3d(ptx::smem_addr(&smem.kv[stages.slot][0]) + lane * box_rows * S.row_bytes(),
+                       maps.kv, filled, 0, row, page, policy);
+      ptx::bulk_load(ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + lane * box_rows * 4,
+                     scales + page * args.block_stride + row * 4, box_rows * 4, filled, policy);
+    }
+  }
+}
+
+// --- cleaner warps -------------------------------------------------------------------------------
+
+// -inf into the columns behind the tiles of every row, pieces of rows dealt to all cleaner warps.
+template <class Logit>
+DK_DEVICE void cleaner_role(const PagedMqaLogitsArgs& args, i32 warp, i32 num_warps) {
+  constexpr i32 kPiece = 8192;  // columns
+  if (!args.clean) return;
+  const i32 pieces = ceil_div(args.width, kPiece);
+  const i64 total = i64{args.num_q} * pieces;
+  DK_NO_UNROLL
+  for (i64 i = ptx::block_index() * num_warps + warp; i < total;
+       i += ptx::num_blocks() * num_warps) {
+    const i32 row = static_cast<i32>(i / pieces);
+    const i32 begin = static_cast<i32>(i % pieces) * kPiece;
+    const RequestRows rows = load_request(args, row / args.next_n);
+    const i32 covered = paged_num_tiles(rows.longest) * kPagedTileRows;
+    fill_row(static_cast<Logit*>(args.logits) + row * args.logits_stride, max_of(begin, covered),
+             min_of(begin + kPiece, args.width));
+  }
+}
+
+}  // namespace deep_kernels::paged_sm90
+
+namespace deep_kernels {
+
+template <PagedMqaLogitsSpec S, class Maps>
+DK_DEVICE void paged_mqa_logits_sm90(const PagedMqaLogitsArgs& args, const Maps& maps) {
+  using namespace paged_sm90;
+  static_assert(S.invalid() == nullptr);
+  static_assert(sizeof(Smem<S>) <= S.smem_bytes());
+  using Logit = typename LogitStorage<S.logits_dtype>::Type;
+  using Registers = RoleRegisters<S>;
+  auto& smem = ptx::dynamic_smem<Smem<S>>();
+  const i32 warp = ptx::warp_index();
+  const i32 helper = warp - 4 * S.math_groups;
+
+  init_barriers<S>(smem);
+  ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written
+  find_paged_run<S>(args, smem.schedule);
+  ptx::sync_threads();
+
+  if (helper < 0) {
+    ptx::role("math");
+    ptx::set_max_registers_up<Registers::kMath>();
+    Math<S>{.args = args, .smem = smem, .group = warp / 4}.run();
+    return;
+  }
+  ptx::set_max_registers_down<Registers::kHelper>();
+  if (helper == 0) {
+    ptx::role("kv");
+    kv_role<S>(args, maps, smem);
+  } else if (helper == 1) {
+    ptx::role("scheduler");
+    scheduler_role<S>(args, maps, smem);
+  } else {
+    ptx::role("cleaner");
+    cleaner_role<Logit>(args, helper - 2, 2);
+  }
+}
+
+}  // namespace deep_kernels

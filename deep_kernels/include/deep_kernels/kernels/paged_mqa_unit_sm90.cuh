@@ -1,0 +1,78 @@
+// What the warps of the paged Hopper kernel share: a unit of work, shared memory, barriers.
+#pragma once
+
+#include "deep_kernels/contract/paged_mqa_logits.h"
+#include "deep_kernels/kernels/mqa_logits_tile.cuh"
+#include "deep_kernels/kernels/paged_mqa_schedule.cuh"
+#include "deep_kernels/ptx/sm90.cuh"
+
+namespace deep_kernels::paged_sm90 {
+
+struct Token {
+  i64 origin;     // element of logits where the row begins
+  i32 length;     // kv tokens that the row sees
+  i32 store_end;  // columns that are stored, -inf behind the length
+  float power;    // that the logits of the token owe, see owed_power
+
+  // Bytes before a member: one register with a token's address serves all of them.
+  static constexpr u32 kLengthAt = 8;
+  static constexpr u32 kStoreEndAt = 12;
+  static constexpr u32 kPowerAt = 16;
+};
+static_assert(sizeof(Token) == 24);
+
+// Rows that are computed together and the run of their tiles that this block takes.
+template <i32 kRows>
+struct Unit {
+  i64 table;       // element of block_table where the request's row begins
+  i32 first_tile;  // of the request
+  i32 num_tiles;   // 0: no more units
+  i32 longest;     // kv tokens that the request's rows see: of pages behind them nothing is known
+  Token token[kRows];
+};
+
+template <PagedMqaLogitsSpec S>
+struct Smem {
+  static constexpr i32 kSlots = S.query_slots();
+  alignas(1024) u8 query[kSlots][S.query_bytes()];
+  alignas(1024) u8 kv[S.kv_stages][S.kv_stage_bytes()];
+  alignas(128) float weights[kSlots][S.unit_columns()];  // in column order
+  alignas(128) u32 kv_scale[S.kv_stages][kPagedTileRows];
+  Unit<S.unit_rows> unit[kSlots];
+  ScheduleScratch schedule;
+  // Each pair: who arrives, who waits.
+  alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
+  u64 query_filled[kSlots];            // 33 by the scheduler (lane 0 announces bytes), TMA -> math
+  u64 unit_drained[kSlots];            // all math warps -> scheduler
+  u64 kv_filled[S.kv_stages];          // kv warp, and TMA bytes -> the group whose turn it is
+  u64 kv_drained[S.kv_stages];         // 4 warps of that group -> kv warp
+};
+
+template <PagedMqaLogitsSpec S>
+DK_DEVICE void init_barriers(Smem<S>& smem) {
+  if (ptx::thread_index() == 0) {
+    DK_NO_UNROLL
+    for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
+      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 33);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), 4 * S.math_groups);
+    }
+    DK_NO_UNROLL
+    for (i32 i = 0; i < S.kv_stages; ++i) {
+      ptx::mbarrier_init(ptx::smem_addr(&smem.kv_filled[i]), 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.kv_drained[i]), 4);
+    }
+    ptx::fence_mbarrier_init();
+  }
+}
+
+// A block starts with equal registers for all, a multiple of 8; what the helpers give up the math
+// warps take.
+template <PagedMqaLogitsSpec S>
+struct RoleRegisters {
+  static constexpr i32 kStart = 65536 / S.num_threads() / 8 * 8;
+  static constexpr i32 kHelper = S.math_groups == 4 ? 32 : 56;
+  static constexpr i32 kMath = min_of(232, (kStart + (kStart - kHelper) / S.math_groups) / 8 * 8);
+};
+
+}  // namespace deep_kernels::paged_sm90
