@@ -242,7 +242,7 @@ def get_paged_mqa_logits_metadata(
         block_kv: tokens per page: 16, 32, 64, 128 or 256. num_sms: runs, from 1 to 65535; get_num_sms() fits.
         indices: as in fp8_fp4_paged_mqa_logits: int32 [batch].
         arch: as in fp8_fp4_mqa_logits.
-    Units: SCHEDULE_UNITS
+    Units: an opaque list of (request, tile of 64 kv tokens) pairs, whatever the page size.
     Returns:
         int32 [num_sms + 1, 2] on the device of the lengths.
     Raises:

@@ -17,9 +17,11 @@ namespace {
 std::string expectation(Dtypes dtypes, Shape shape) {
   std::vector<std::string> names, dims;
   for (const auto dtype : dtypes) names.push_back(dtype_name(dtype));
-  for (const Dim& dim : shape)
-    dims.push_back(dim.size == kUnknown ? std::string(dim.name)
-                                        : fmt::format("{}={}", dim.name, dim.size));
+  for (const Dim& dim : shape) {
+    const std::string size = dim.size == kUnknown ? "" : fmt::format("{}", dim.size);
+    const bool both = dim.name != nullptr && dim.size != kUnknown;
+    dims.push_back((dim.name != nullptr ? dim.name : "") + std::string(both ? "=" : "") + size);
+  }
   return fmt::format("{} [{}]", fmt::join(names, " or "), fmt::join(dims, ", "));
 }
 

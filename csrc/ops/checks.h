@@ -16,7 +16,8 @@ namespace deep_kernels::checks {
 inline constexpr int64_t kUnknown = -1;
 int64_t size_of(const at::Tensor& tensor, int64_t dim);  // or kUnknown
 
-// One dimension of an expected shape; kUnknown means any.
+// One dimension of an expected shape; kUnknown means any. A size that always is the same needs no
+// name.
 struct Dim {
   const char* name;
   int64_t size;

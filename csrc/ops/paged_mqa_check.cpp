@@ -54,7 +54,7 @@ void check_cache(const PagedMqaLogitsCall& call, PagedMqaProblem& p) {
   require(kOp, "kv_cache", call.kv_cache, {at::kByte},
           {{"num_blocks", kUnknown},
            {"block_kv", kUnknown},
-           {"1", 1},
+           {nullptr, 1},
            {packed ? "head_dim / 2 + 4" : "head_dim + 4", token_bytes}});
   p.num_blocks = size_i32(kOp, "num_blocks", call.kv_cache, 0);
   p.block_kv = size_of(call.kv_cache, 1);
@@ -76,7 +76,7 @@ void check_rows(const PagedMqaLogitsCall& call, PagedMqaProblem& p) {
 }
 
 void check_schedule(const at::Tensor& schedule) {
-  require(kOp, "schedule_meta", schedule, {at::kInt}, {{"num_sms + 1", kUnknown}, {"2", 2}});
+  require(kOp, "schedule_meta", schedule, {at::kInt}, {{"num_sms + 1", kUnknown}, {nullptr, 2}});
   if (size_of(schedule, 0) == 0 || size_of(schedule, 0) == 1)
     throw ValueError(fmt::format(
         "{}: schedule_meta must be int32 [num_sms + 1, 2] of get_paged_mqa_logits_metadata, got {}",

@@ -86,7 +86,9 @@ constexpr i32 paged_row_length(const PagedMqaLogitsArgs& args, i32 context, i32 
   const i64 room = min_of<i64>(args.width, i64{args.table_width} * args.block_kv);
   return static_cast<i32>(clamp_to<i64>(context - behind, 0, room));
 }
-constexpr i32 paged_num_tiles(i32 length) { return ceil_div(max_of(length, 0), kPagedTileRows); }
+constexpr i32 paged_num_tiles(i32 length) {
+  return length > 0 ? (length - 1) / kPagedTileRows + 1 : 0;  // up to the largest length
+}
 // With indices: whether this row is computed together with the one before.
 constexpr bool paged_may_follow(i32 row) { return row % kPagedSharedRows != 0; }
 
