@@ -225,6 +225,8 @@ DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>
     TableWindow table{.row = args.block_table + ptx::load_shared_i64(ptx::smem_addr(&unit.table)),
                       .num_pages = last_page + 1,
                       .num_blocks = args.num_blocks};
+    ptx::sync_warp();  // all lanes have read the unit
+    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_drained[units.slot]));
     table.open(token >> shift);
     DK_NO_UNROLL
     for (i32 i = 0; i < num_tiles; ++i, token += kPagedTileRows, stages.next()) {

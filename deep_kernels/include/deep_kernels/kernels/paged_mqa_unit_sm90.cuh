@@ -43,7 +43,7 @@ struct Smem {
   // Each pair: who arrives, who waits.
   alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
   u64 query_filled[kSlots];            // 33 by the scheduler (lane 0 announces bytes), TMA -> math
-  u64 unit_drained[kSlots];            // all math warps -> scheduler
+  u64 unit_drained[kSlots];            // all math warps and the kv warp -> scheduler
   u64 kv_filled[S.kv_stages];          // kv warp, and TMA bytes -> the group whose turn it is
   u64 kv_drained[S.kv_stages];         // 4 warps of that group -> kv warp
 };
@@ -55,7 +55,7 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
     for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
       ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 33);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), 4 * S.math_groups);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), 4 * S.math_groups + 1);
     }
     DK_NO_UNROLL
     for (i32 i = 0; i < S.kv_stages; ++i) {
