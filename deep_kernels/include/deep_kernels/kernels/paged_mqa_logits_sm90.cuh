@@ -152,8 +152,8 @@ DK_DEVICE void fill_unit(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<
 template <PagedMqaLogitsSpec S, class Maps>
 DK_DEVICE void scheduler_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
   auto slots = tile::Ring<S.query_slots()>::filler();
-  const PagedCut begin = stored_paged_cut(smem.schedule, 0);
-  const PagedCut end = stored_paged_cut(smem.schedule, 1);
+  const PagedCut begin = stored_cut(smem.run, 0);
+  const PagedCut end = stored_cut(smem.run, 1);
   const i32 last = min_of(end.tile > 0 ? end.request : end.request - 1, args.num_requests - 1);
   DK_NO_UNROLL
   for (i32 request = begin.request; request <= last; ++request) {
@@ -285,7 +285,7 @@ DK_DEVICE void paged_mqa_logits_sm90(const PagedMqaLogitsArgs& args, const Maps&
 
   init_barriers<S>(smem);
   ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written
-  find_paged_run<S>(args, smem.schedule);
+  find_paged_run<S>(args, smem.run);
   ptx::sync_threads();
 
   if (helper < 0) {

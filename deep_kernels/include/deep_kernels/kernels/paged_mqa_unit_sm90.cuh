@@ -39,7 +39,7 @@ struct Smem {
   alignas(128) float weights[kSlots][S.unit_columns()];  // in column order
   alignas(128) u32 kv_scale[S.kv_stages][kPagedTileRows];
   Unit<S.unit_rows> unit[kSlots];
-  ScheduleScratch schedule;
+  PagedRun run;
   // Each pair: who arrives, who waits.
   alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
   u64 query_filled[kSlots];            // 33 by the scheduler (lane 0 announces bytes), TMA -> math

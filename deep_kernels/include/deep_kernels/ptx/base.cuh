@@ -135,6 +135,7 @@ DK_DEVICE i32 shuffle_up(i32 value, i32 delta) { return __shfl_up_sync(0xfffffff
 DK_DEVICE i32 shuffle(i32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 DK_DEVICE i32 reduce_min(i32 value) { return __reduce_min_sync(0xffffffffu, value); }
+DK_DEVICE u32 reduce_add(u32 value) { return __reduce_add_sync(0xffffffffu, value); }
 DK_DEVICE i32 reduce_max(i32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
 // --- block barriers ------------------------------------------------------------------------------

@@ -170,6 +170,9 @@ inline i32 shuffle(i32 value, i32 lane, At at = At::current()) {
 inline bool any(bool predicate, At at = At::current()) {
   return emulator::meet(Meeting::any, predicate ? 1 : 0, 0, at) != 0;
 }
+inline u32 reduce_add(u32 value, At at = At::current()) {
+  return static_cast<u32>(emulator::meet(Meeting::reduce_add, value, 0, at));
+}
 inline i32 reduce_min(i32 value, At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::reduce_min, static_cast<u32>(value), 0, at));
 }
