@@ -83,15 +83,12 @@ std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backe
     return std::string("logits_dtype must be float32 or bfloat16, got float16");
   if (backend == Backend::cpu) return std::nullopt;
   if (backend == Backend::sm100) return std::string("there are no sm100 kernels for it yet");
-  if (wanted.format != Format::fp8)
-    return fmt::format("format {} is not available on {} yet, fp8 is", name_of(wanted.format),
-                       name_of(backend));
   return std::nullopt;
 }
 
 MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch) {
   return {.backend = arch.backend,
-          .format = Format::fp8,
+          .format = wanted.format,
           .head_dim = static_cast<u8>(wanted.head_dim),
           .num_heads = static_cast<u8>(mqa_padded_heads(static_cast<i32>(wanted.num_heads))),
           .logits_dtype = wanted.logits_dtype,
