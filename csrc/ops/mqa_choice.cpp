@@ -66,17 +66,12 @@ std::vector<TuningRow> mqa_logits_tuning() {
 }
 
 std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend) {
-  if (auto reason = mqa::refusal(wanted, backend)) return reason;
-  if (backend == Backend::cpu) return std::nullopt;
-  if (wanted.format != Format::fp8)
-    return fmt::format("format {} is not available on {} yet, fp8 is", name_of(wanted.format),
-                       name_of(backend));
-  return std::nullopt;
+  return mqa::refusal(wanted, backend);
 }
 
 MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch) {
   return {.backend = arch.backend,
-          .format = Format::fp8,
+          .format = wanted.format,
           .head_dim = static_cast<u8>(wanted.head_dim),
           .num_heads = static_cast<u8>(mqa_padded_heads(static_cast<i32>(wanted.num_heads))),
           .logits_dtype = wanted.logits_dtype,

@@ -7,6 +7,7 @@
 #include "ops/checks.h"
 #include "ops/device.h"
 #include "ops/mqa_check.h"
+#include "ops/mqa_rebase.h"
 #include "runtime/errors.h"
 
 namespace deep_kernels {
@@ -24,12 +25,36 @@ at::Tensor logits_of(const MqaLogitsCall& call, const MqaProblem& p,
   return mqa::writable_out(kOp, *out);
 }
 
-MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const at::Tensor& kv_scale,
-                        const at::Tensor& out) {
+// What stands in a kernel's Args for q's scales and for kv, whose tensors must live until the
+// launch.
+struct Operands {
+  at::Tensor q_exponents;  // MX: int32 [num_q, num_heads]
+  at::Tensor kv_scale;     // fp8
+  RebasedKv kv;            // MX
+};
+
+// TMA takes bases at multiples of 16 bytes, and boxes that begin at multiples of 16 bytes too:
+// scales that begin elsewhere are copied. What is made here may be freed once the launch is in the
+// stream.
+Operands prepare_operands(const MqaLogitsCall& call, const MqaProblem& p, const Arch& arch) {
+  if (p.format != Format::fp8)
+    return {.q_exponents = packed_exponents(*call.q_scale),
+            .kv_scale = {},
+            .kv = rebase_kv(arch, p.format, static_cast<i32>(p.head_dim), call.kv, call.kv_scale)};
+  const bool copies = arch.backend == Backend::sm90 && !is_aligned_16(call.kv_scale);
   return {
+      .q_exponents = {}, .kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale, .kv = {}};
+}
+
+MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const Operands& operands,
+                        const at::Tensor& out) {
+  MqaLogitsArgs args{
       .q = static_cast<const u8*>(call.q.const_data_ptr()),
+      .q_exponents = nullptr,
       .kv = static_cast<const u8*>(call.kv.const_data_ptr()),
-      .kv_scale = static_cast<const float*>(kv_scale.const_data_ptr()),
+      .kv_scale = nullptr,
+      .kv_exponents = nullptr,
+      .kv_wide = nullptr,
       .weights = call.weights.const_data_ptr(),
       .kv_start = static_cast<const i32*>(call.kv_start.const_data_ptr()),
       .kv_end = static_cast<const i32*>(call.kv_end.const_data_ptr()),
@@ -38,6 +63,8 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const at
       .logits = out.mutable_data_ptr(),
       .q_token_stride = stride_bytes(call.q, 0),
       .q_head_stride = stride_bytes(call.q, 1),
+      .q_exponents_token_stride = 0,
+      .q_exponents_head_stride = 0,
       .kv_stride = stride_bytes(call.kv, 0),
       .weights_stride = call.weights.stride(0),
       .kv_start_stride = call.kv_start.stride(0),
@@ -51,6 +78,19 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const at
       .weights_dtype = mqa::contract_dtype(call.weights.scalar_type()),
       .compressed = p.compressed,
   };
+  if (p.format == Format::fp8) {
+    args.kv_scale = static_cast<const float*>(operands.kv_scale.const_data_ptr());
+    return args;
+  }
+  args.q_exponents = static_cast<const i32*>(operands.q_exponents.const_data_ptr());
+  args.q_exponents_token_stride = operands.q_exponents.stride(0);
+  args.q_exponents_head_stride = operands.q_exponents.stride(1);
+  args.kv = operands.kv.codes;
+  args.kv_scale = operands.kv.scale;
+  args.kv_exponents = operands.kv.exponents;
+  args.kv_wide = operands.kv.wide;
+  args.kv_stride = p.head_dim;
+  return args;
 }
 
 MqaLogitsCase case_of(const MqaLogitsCall& call, const MqaProblem& p) {
@@ -73,16 +113,21 @@ void run_on_device(const MqaLogitsCall& call, const MqaProblem& p, const MqaLogi
                    const Arch& arch, const at::Tensor& out) {
   const c10::Device device = call.q.device();
   const MqaLogitsSpec spec = choose_mqa_logits_spec(wanted, arch);
-  // TMA takes bases at multiples of 16 bytes, and boxes that begin at multiples of 16 bytes too: a
-  // view that begins elsewhere is copied. It may be freed once the launch is in the stream.
-  const bool copies = spec.backend == Backend::sm90 && !is_aligned_16(call.kv_scale);
-  const at::Tensor kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale;
-  const MqaLogitsArgs args = make_args(call, p, kv_scale, out);
+  const Operands operands = prepare_operands(call, p, arch);
+  const MqaLogitsArgs args = make_args(call, p, operands, out);
   const auto buffers = [&] {
     std::vector<emulator::Buffer> all = {emulator::buffer("logits", out, /*writable=*/true)};
     for_each_mqa_input(call, [&](const char* name, const at::Tensor& input) {
-      all.push_back(emulator::buffer(name, &input == &call.kv_scale ? kv_scale : input));
+      const bool replaced = &input == &call.kv_scale || (spec.is_mx() && &input == &call.kv) ||
+                            (call.q_scale && &input == &*call.q_scale);
+      if (!replaced) all.push_back(emulator::buffer(name, input));
     });
+    if (spec.is_mx()) {
+      all.push_back(emulator::buffer("q scale", operands.q_exponents));
+      all.push_back(emulator::buffer("workspace", operands.kv.workspace));
+    } else {
+      all.push_back(emulator::buffer("kv scale", operands.kv_scale));
+    }
     return all;
   };
   const MqaLogitsMaps<MapDescription> maps = mqa_logits_maps(spec, args);

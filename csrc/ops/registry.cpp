@@ -5,6 +5,7 @@
 
 #include "deep_kernels/contract/mqa_logits.h"
 #include "ops/mqa_logits.h"
+#include "ops/mqa_rebase.h"
 #include "ops/paged_mqa_logits.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
@@ -44,6 +45,9 @@ std::vector<BuildReport> mqa_prepare(CaseReader& reader, const Arch& arch) {
   const MqaLogitsCase wanted = read_mqa_logits_case(reader);
   std::vector<BuildReport> reports = {build(arch.target, choose_mqa_logits_spec(wanted, arch))};
   if (wanted.metadata) reports.push_back(prepare_schedule(wanted.num_heads, arch)[0]);
+  if (wanted.format != Format::fp8)
+    reports.push_back(build(arch.target, MqaRebaseSpec{Backend::sm89, wanted.format,
+                                                       static_cast<u8>(wanted.head_dim)}));
   return reports;
 }
 
@@ -175,6 +179,7 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   for_each_mqa_schedule_spec(Backend::sm89, add);
   for_each_paged_mqa_logits_spec(arch.backend, add);
   for_each_paged_mqa_schedule_spec(Backend::sm89, add);
+  for_each_mqa_rebase_spec(Backend::sm89, add);
   return specs;
 }
 

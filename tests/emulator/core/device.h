@@ -53,6 +53,7 @@ enum class Meeting : u8 {
   shuffle_xor,
   shuffle_up,
   any,
+  reduce_add,
   reduce_min,
   reduce_max,
   ldmatrix,

@@ -36,6 +36,11 @@ inline float float_of_f16(u16 bits) {
   return std::bit_cast<float>(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
+// cvt.rn.f16.f32: nearest even; NaN becomes 0x7fff.
+inline u16 f16_of(float value) {
+  return std::isnan(value) ? u16{0x7fff} : std::bit_cast<u16>(static_cast<_Float16>(value));
+}
+
 // cvt.rn.bf16.f32: nearest even; NaN becomes 0x7fff.
 inline u16 bf16_of(float value) {
   if (std::isnan(value)) return 0x7fff;

@@ -308,6 +308,7 @@ const char* meeting_name(Meeting what) {
                                    "shuffle_xor",
                                    "shuffle_up",
                                    "any",
+                                   "reduce_add",
                                    "reduce_min",
                                    "reduce_max",
                                    "ldmatrix",
@@ -367,6 +368,12 @@ void hold_meeting(i32 index, Place at) {
       u64 found = 0;
       for (const u64 value : warp.value) found |= value;
       give_all(found);
+      break;
+    }
+    case Meeting::reduce_add: {
+      u64 sum = 0;
+      for (const u64 value : warp.value) sum += value;
+      give_all(static_cast<u32>(sum));
       break;
     }
     case Meeting::reduce_min:

@@ -2,8 +2,9 @@
 //
 //   logits[i, j] = sum_h weights[i, h] * relu(dot(q[i, h, :], kv[j, :])) * kv_scale[j]
 //
-// for start[i] <= j < end[i]. Host, kernels, CPU backend and tests read the same structs and the
-// same arithmetic here: Args, Spec, Maps, windows, and how work is cut over the SMs.
+// for start[i] <= j < end[i]; with MX formats the scales stand inside the dot product, one for
+// every 32 elements. Host, kernels, CPU backend and tests read the same structs and the same
+// arithmetic here: Args, Spec, Maps, windows, and how work is cut over the SMs.
 #pragma once
 
 #include "deep_kernels/contract/types.h"
@@ -28,21 +29,26 @@ constexpr const char* name_of(Schedule value) {
 
 // What one launch gets. Passed by value.
 struct MqaLogitsArgs {
-  const u8* q;            // [num_q, num_heads, head_dim] e4m3, last dimension contiguous
-  const u8* kv;           // [num_kv, head_dim] e4m3, last dimension contiguous
-  const float* kv_scale;  // [num_kv] float32, contiguous; sm90: at a multiple of 16 bytes
-  const void* weights;    // [num_q, num_heads] weights_dtype, last dimension contiguous
-  const i32* kv_start;    // [num_q] int32: first kv token of the row's window
-  const i32* kv_end;      // [num_q] int32: one past the last
-  const i32* schedule;    // [num_cuts, 2] int32 (block, chunk), any content; null unless metadata
-  void* logits;           // [num_q, width] logits dtype, last dimension contiguous
-  i64 q_token_stride;     // bytes, multiple of 16
-  i64 q_head_stride;      // bytes, multiple of 16
-  i64 kv_stride;          // bytes, multiple of 16
-  i64 weights_stride;     // elements
-  i64 kv_start_stride;    // elements
-  i64 kv_end_stride;      // elements
-  i64 logits_stride;      // elements
+  const u8* q;  // [num_q, num_heads, head_dim] e4m3, mxfp4: [.., head_dim / 2] e2m1 pairs
+  const i32* q_exponents;   // [num_q, num_heads] int32, see mqa_rebase; null for fp8
+  const u8* kv;             // [num_kv, head_dim] e4m3, last dimension contiguous; MX: of mqa_rebase
+  const float* kv_scale;    // [num_kv] float32, contiguous; sm90: at a multiple of 16 bytes
+  const i32* kv_exponents;  // [num_kv] int32 of mqa_rebase; null for fp8
+  const i32* kv_wide;       // [ceil(num_kv / 16)] int32 of mqa_rebase; null for fp8
+  const void* weights;      // [num_q, num_heads] weights_dtype, last dimension contiguous
+  const i32* kv_start;      // [num_q] int32: first kv token of the row's window
+  const i32* kv_end;        // [num_q] int32: one past the last
+  const i32* schedule;      // [num_cuts, 2] int32 (block, chunk), any content; null unless metadata
+  void* logits;             // [num_q, width] logits dtype, last dimension contiguous
+  i64 q_token_stride;       // bytes, multiple of 16
+  i64 q_head_stride;        // bytes, multiple of 16
+  i64 q_exponents_token_stride;  // elements
+  i64 q_exponents_head_stride;   // elements
+  i64 kv_stride;                 // bytes, multiple of 16
+  i64 weights_stride;            // elements
+  i64 kv_start_stride;           // elements
+  i64 kv_end_stride;             // elements
+  i64 logits_stride;             // elements
   i32 num_q;
   i32 num_kv;
   i32 num_heads;  // as given; Spec::num_heads is this rounded up
@@ -55,7 +61,7 @@ struct MqaLogitsArgs {
 // TMA views; only sm90 uses them. Map is MapDescription on the host, the encoded form on the card.
 template <class Map>
 struct MqaLogitsMaps {
-  Map q;         // (head_dim, heads, tokens), box (head_dim, heads_per_octet, tokens_per_octet)
+  Map q;         // (bytes, heads, tokens), box (bytes, heads_per_octet, tokens_per_octet)
   Map kv;        // (head_dim, num_kv), box (head_dim, stage_rows)
   Map kv_scale;  // (num_kv), box (stage_rows)
 };
@@ -168,10 +174,43 @@ struct MqaColumnOrder {
   }
 };
 
+// MX formats. Hopper's tensor cores know no block scales, but UE8M0 scales are powers of two: a row
+// is *rebased* to e4m3 codes with one exponent, its greatest, and that exponent leaves the dot
+// product (into the weight of a query row, into the scale of a kv row). A row is narrow when
+// nothing is lost that counts, else wide, and its logits are computed block by block in float64.
+inline constexpr i32 kMxBlock = 32;  // elements that share an exponent
+inline constexpr i32 kMxBias = 127;  // UE8M0: 2^(byte - 127)
+inline constexpr i32 kMxNan = 0xff;
+inline constexpr i32 kMqaWideRows = 16;  // kv rows that share one flag in kv_wide
+
+// e2m1 pairs are expanded to e4m3 codes of 2^6 times their value: up to 384, which leaves the most
+// room below.
+constexpr i32 mx_code_exponent(Format format) { return format == Format::mxfp4 ? 6 : 0; }
+// How far the block exponents of a narrow row may spread. An e2m1 value times 2^-14 is still an
+// e4m3 number. An e4m3 block loses what falls under 2^-10 of the row's codes: at a spread of 10 the
+// agreement of opposite rows (the greatest query block against the smallest kv block) is 1e-6,
+// where 5e-6 is asked (tests/test_mqa_logits_mx.py); 10 is what randn with block factors of 2^-4 to
+// 2^4 has.
+constexpr i32 mx_narrow_spread(Format format) { return format == Format::mxfp4 ? 14 : 10; }
+
+// Where the rebased kv rows lie in the workspace of an MX call; every part at a multiple of 16
+// bytes.
+struct MqaWorkspace {
+  i64 codes, scale, exponents, wide, bytes;  // offsets, and the size of all
+};
+constexpr MqaWorkspace mqa_workspace(i32 num_kv, i32 head_dim) {
+  MqaWorkspace at{};
+  at.scale = align_up<i64>(i64{num_kv} * head_dim, 16);
+  at.exponents = at.scale + align_up<i64>(i64{num_kv} * 4, 16);
+  at.wide = at.exponents + align_up<i64>(i64{num_kv} * 4, 16);
+  at.bytes = at.wide + i64{ceil_div(num_kv, kMqaWideRows)} * 4;
+  return at;
+}
+
 // What the compiler gets. All members are one byte wide: hashable as bytes, no padding.
 struct MqaLogitsSpec {
-  Backend backend;     // sm89 | sm90
-  Format format;       // fp8
+  Backend backend;  // sm89 | sm90
+  Format format;
   u8 head_dim;         // 32 | 64 | 128
   u8 num_heads;        // 8 | 16 | 32 | 64 | 128; Args::num_heads rounded up
   DType logits_dtype;  // float32 | bfloat16
@@ -207,18 +246,28 @@ struct MqaLogitsSpec {
     return column / kMqaGroupRows * tokens_per_group() + token_of(column % kMqaGroupRows);
   }
 
-  constexpr i32 kv_stage_rows() const { return backend == Backend::sm90 ? 256 : 128; }
+  constexpr i32 kv_stage_rows() const {
+    if (backend == Backend::sm90) return 256;
+    return is_mx() && head_dim == 128 ? 64 : 128;  // what shared memory has room for
+  }
   constexpr i32 num_threads() const { return backend == Backend::sm90 ? 640 : 256; }
-  constexpr i32 query_bytes() const { return kMqaQueryRows * head_dim; }
+  constexpr bool is_mx() const { return format != Format::fp8; }
+  constexpr i32 query_bytes() const { return kMqaQueryRows * head_dim; }  // as e4m3
+  // As they come: bytes of one row, and of a block's rows.
+  constexpr i32 query_row_bytes() const {
+    return format == Format::mxfp4 ? head_dim / 2 : head_dim;
+  }
+  constexpr i32 query_load_bytes() const { return kMqaQueryRows * query_row_bytes(); }
   constexpr i32 kv_stage_bytes() const { return kv_stage_rows() * head_dim; }
   static constexpr i32 query_slots() { return 2; }  // sm90: query blocks in flight
 
   constexpr i32 smem_bytes() const {
-    if (backend == Backend::sm89)  // rows, weights, scan
-      return query_bytes() + kv_stages * kv_stage_bytes() + kMqaQueryRows * 4 + 1024;
-    const i32 per_slot = query_bytes() + kMqaQueryRows * 4 + 2304;   // rows, weights, unit
-    const i32 per_stage = kv_stage_bytes() + kv_stage_rows() * 4;    // rows, scales
-    return query_slots() * per_slot + kv_stages * per_stage + 1024;  // barriers, scan
+    const i32 per_column = is_mx() ? 12 : 4;  // weight; exponents, weight times their power
+    if (backend == Backend::sm89)             // rows, columns, scan
+      return query_bytes() + kv_stages * kv_stage_bytes() + kMqaQueryRows * per_column + 1024;
+    const i32 per_slot = query_bytes() + kMqaQueryRows * per_column + 2304;  // rows, columns, unit
+    const i32 per_stage = kv_stage_bytes() + kv_stage_rows() * 4;            // rows, scales
+    return query_slots() * per_slot + kv_stages * per_stage + 1152;  // barriers, flags, scan
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
   static constexpr i32 spill_limit_bytes() { return 0; }
@@ -231,12 +280,14 @@ struct MqaLogitsSpec {
                        max_of(1, ceil_div(args.num_kv, kMqaChunkRows));
     return static_cast<i32>(clamp_to<i64>(chunks, 1, num_sms));
   }
-  constexpr i64 workspace_bytes(const MqaLogitsArgs&) const { return 0; }
+  constexpr i64 workspace_bytes(const MqaLogitsArgs& args) const {
+    return is_mx() ? mqa_workspace(args.num_kv, head_dim).bytes : 0;
+  }
 
   // Why this Spec may not exist, or null.
   constexpr const char* invalid() const {
     if (backend != Backend::sm89 && backend != Backend::sm90) return "backend must be sm89 or sm90";
-    if (format != Format::fp8) return "format must be fp8";
+    if (format == Format::mxfp4 && head_dim == 32) return "head_dim must be 64 or 128 with mxfp4";
     if (head_dim != 32 && head_dim != 64 && head_dim != 128)
       return "head_dim must be 32, 64 or 128";
     if (num_heads > kMqaMaxHeads || mqa_padded_heads(num_heads) != num_heads)
@@ -262,14 +313,16 @@ constexpr void for_each_mqa_logits_spec(Backend backend, Visit&& visit) {
   constexpr DType dtypes[] = {DType::float32, DType::bfloat16};
   constexpr Clean cleanings[] = {Clean::off, Clean::concurrent, Clean::deferred};
   constexpr Schedule schedules[] = {Schedule::derived, Schedule::metadata};
-  for (i32 head_dim = 32; head_dim <= 128; head_dim *= 2)
-    for (i32 num_heads = 8; num_heads <= kMqaMaxHeads; num_heads *= 2)
-      for (DType logits : dtypes)
-        for (Clean clean : cleanings)
-          for (Schedule schedule : schedules)
-            visit(MqaLogitsSpec{backend, Format::fp8, static_cast<u8>(head_dim),
-                                static_cast<u8>(num_heads), logits, clean, schedule,
-                                mqa_kv_stages(backend, head_dim)});
+  constexpr Format formats[] = {Format::fp8, Format::mxfp8, Format::mxfp4};
+  for (Format format : formats)
+    for (i32 head_dim = format == Format::mxfp4 ? 64 : 32; head_dim <= 128; head_dim *= 2)
+      for (i32 num_heads = 8; num_heads <= kMqaMaxHeads; num_heads *= 2)
+        for (DType logits : dtypes)
+          for (Clean clean : cleanings)
+            for (Schedule schedule : schedules)
+              visit(MqaLogitsSpec{backend, format, static_cast<u8>(head_dim),
+                                  static_cast<u8>(num_heads), logits, clean, schedule,
+                                  mqa_kv_stages(backend, head_dim)});
 }
 
 template <class Map = MapDescription>
@@ -277,12 +330,12 @@ constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec, const Mq
   MqaLogitsMaps<Map> maps{};
   const Swizzle swizzle = swizzle_for(spec.head_dim);
   maps.q = {.base = args.q,
-            .dims = {spec.head_dim, args.num_heads, args.num_q},
+            .dims = {spec.query_row_bytes(), args.num_heads, args.num_q},
             .strides = {1, args.q_head_stride, args.q_token_stride},
-            .box = {spec.head_dim, spec.heads_per_octet(), spec.tokens_per_octet()},
+            .box = {spec.query_row_bytes(), spec.heads_per_octet(), spec.tokens_per_octet()},
             .rank = 3,
             .type = MapType::u8_,
-            .swizzle = swizzle};
+            .swizzle = swizzle_for(spec.query_row_bytes())};
   maps.kv = {.base = args.kv,
              .dims = {spec.head_dim, args.num_kv},
              .strides = {1, args.kv_stride},
@@ -298,6 +351,61 @@ constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec, const Mq
                    .type = MapType::f32_,
                    .swizzle = Swizzle::none};
   return maps;
+}
+
+// The pre-pass of MX formats: rebases kv rows, a warp for every kMqaWideRows.
+struct MqaRebaseArgs {
+  const u8* values;      // [num_rows, head_dim] e4m3 | [num_rows, head_dim / 2] e2m1 pairs
+  const i32* exponents;  // [num_rows] int32: byte b is the UE8M0 exponent of block b
+  u8* codes;             // [num_rows, head_dim] e4m3, contiguous
+  float* scale;          // [num_rows]: the power of two of the codes; NaN for wide and NaN rows
+  i32* code_exponents;   // [num_rows]: UE8M0 exponents of the codes, see mx_code_exponent
+  i32* wide;             // [ceil(num_rows / 16)]: not 0 where one of 16 rows has no scale
+  i64 values_stride;     // bytes, multiple of 16
+  i64 exponents_stride;  // elements
+  i32 num_rows;
+};
+
+struct MqaRebaseSpec {
+  Backend backend;  // sm89: runs on every card
+  Format format;    // mxfp8 | mxfp4
+  u8 head_dim;      // 32 | 64 | 128
+
+  static constexpr const char* op() { return "mqa_rebase"; }
+
+  template <class Visit>
+  constexpr void fields(Visit&& visit) const {
+    visit("backend", backend);
+    visit("format", format);
+    visit("head_dim", head_dim);
+  }
+  constexpr i32 num_threads() const { return 256; }
+  constexpr i32 smem_bytes() const { return 0; }
+  constexpr i32 spill_limit_bytes() const { return 0; }
+  constexpr i32 num_wgmma() const { return 0; }
+  constexpr i32 grid(const MqaRebaseArgs& args, i32 /*num_sms*/) const {
+    return ceil_div(args.num_rows, kMqaWideRows * num_threads() / 32);
+  }
+  constexpr i64 workspace_bytes(const MqaRebaseArgs&) const { return 0; }
+  constexpr const char* invalid() const {
+    if (backend != Backend::sm89) return "backend must be sm89";
+    if (format != Format::mxfp8 && format != Format::mxfp4) return "format must be mxfp8 or mxfp4";
+    if (head_dim != 64 && head_dim != 128 && (head_dim != 32 || format == Format::mxfp4))
+      return "head_dim must be 32 (mxfp8), 64 or 128";
+    return nullptr;
+  }
+  bool operator==(const MqaRebaseSpec&) const = default;
+};
+
+template <class Visit>
+constexpr void for_each_mqa_rebase_spec(Backend backend, Visit&& visit) {
+  if (backend != Backend::sm89) return;
+  constexpr Format formats[] = {Format::mxfp8, Format::mxfp4};
+  for (Format format : formats)
+    for (i32 head_dim = 32; head_dim <= 128; head_dim *= 2) {
+      const MqaRebaseSpec spec{backend, format, static_cast<u8>(head_dim)};
+      if (spec.invalid() == nullptr) visit(spec);
+    }
 }
 
 // The pre-pass that cuts the work over the SMs, one block of threads.

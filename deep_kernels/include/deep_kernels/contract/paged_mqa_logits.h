@@ -97,9 +97,27 @@ constexpr bool paged_may_follow(i32 row) { return row % kPagedSharedRows != 0; }
 // are computed together (none for a row that follows another). What opening a request costs beside
 // its tiles, in tiles: its queries and the first page table entry.
 inline constexpr i32 kPagedOpenCost = 1;
+// More tiles of one request (64M tokens) do not count, so that 4096 requests can be added up in 32
+// bits whatever their lengths say. (Those that a call computes can in any case: their logits have
+// room in memory.)
+inline constexpr i32 kPagedMaxCost = 1 << 20;
 constexpr i32 paged_request_cost(i32 num_tiles) {
-  return num_tiles > 0 ? num_tiles + kPagedOpenCost : 0;
+  return num_tiles > 0 ? min_of(num_tiles, kPagedMaxCost) + kPagedOpenCost : 0;
 }
+// Where the cuts of num_runs equal runs over a total cost lie: floor(total * index / num_runs).
+struct PagedCutPositions {
+  u32 whole;  // total / num_runs
+  u32 rest;   // total % num_runs
+  u32 num_runs;
+
+  constexpr PagedCutPositions(u32 total, i32 runs)
+      : whole(total / static_cast<u32>(runs)),
+        rest(total % static_cast<u32>(runs)),
+        num_runs(static_cast<u32>(runs)) {}
+  constexpr u32 operator()(i32 index) const {
+    return whole * static_cast<u32>(index) + rest * static_cast<u32>(index) / num_runs;
+  }
+};
 // A place in the flattened order where one SM stops and the next one goes on.
 struct PagedCut {
   i32 request;

@@ -2,7 +2,7 @@
 // blocks, groups and column order as on Hopper; one block per SM, persistent, 8 warps without
 // roles.
 //
-// Warp w works for group w / 2 (query rows [128 g, 128 g + 128)) on kv rows [64 (w % 2), + 64) of
+// Warp w works for group w / 2 (query rows [128 g, 128 g + 128)) on one half of the kv rows of
 // every stage: 16 rows at a time against 16 octets of query columns. An octet's scores are summed
 // into the heads at once, so that only four accumulators live.
 //
@@ -13,25 +13,37 @@
 
 #include "deep_kernels/contract/mqa_logits.h"
 #include "deep_kernels/kernels/mqa_logits_tile.cuh"
+#include "deep_kernels/kernels/mqa_mx.cuh"
 #include "deep_kernels/kernels/mqa_schedule.cuh"
+#include "deep_kernels/kernels/mqa_wide.cuh"
 #include "deep_kernels/ptx/base.cuh"
+#include "deep_kernels/tile/fragments.cuh"
 #include "deep_kernels/tile/layout.cuh"
 #include "deep_kernels/tile/pipeline.cuh"
 
 namespace deep_kernels::mqa_sm89 {
+
+// What MX formats keep beside the weights of a query column.
+template <MqaLogitsSpec S, bool kIsMx = S.is_mx()>
+struct MxSmem {
+  alignas(128) i32 query_exponents[kMqaQueryRows];  // of the codes
+  alignas(128) float powered[kMqaQueryRows];        // weights times the power of their row
+};
+template <MqaLogitsSpec S>
+struct MxSmem<S, false> {};
 
 template <MqaLogitsSpec S>
 struct Smem {
   alignas(128) u8 query[kMqaQueryRows * S.head_dim];                // column order, swizzled
   alignas(128) u8 kv[S.kv_stages][S.kv_stage_rows() * S.head_dim];  // swizzled
   alignas(128) float weights[kMqaQueryRows];                        // column order
+  MxSmem<S> mx;
   float power[S.tokens_per_block()];      // that the logits of the tokens owe, see owed_power
   i32 has_extreme[S.num_threads() / 32];  // whether a warp saw such weights
   ScheduleScratch schedule;
 };
 
 inline constexpr i32 kWarpsPerGroup = 2;
-inline constexpr i32 kWarpRows = 64;  // kv rows of a warp in a stage
 inline constexpr i32 kTileRows = 16;  // kv rows of one MMA
 
 // 16-byte chunks of `rows` rows into swizzled shared memory; source(row) is null for a row of
@@ -60,6 +72,46 @@ DK_DEVICE void load_query(const MqaLogitsArgs& args, i32 first_row, Smem<S>& sme
   });
 }
 
+// MX: the same rows as e4m3 with one exponent each, which goes into the weights. Behind
+// post_weights; a block barrier must follow.
+template <MqaLogitsSpec S>
+DK_DEVICE void rebase_query(const MqaLogitsArgs& args, i32 first_row, Smem<S>& smem) {
+  constexpr i32 kBlocks = S.head_dim / kMxBlock;
+  const u32 rows = ptx::smem_addr(&smem.query[0]);
+  DK_NO_UNROLL
+  for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
+    const i32 row = first_row + S.block_token_of(column);
+    const i32 head = S.head_of(column % kMqaGroupRows);
+    const bool exists = row < args.num_q && head < args.num_heads;
+    const i32 given = load_query_exponents(args, row, head);
+    MxCodes<S.format> codes[kBlocks] = {};
+    MxRow<S.format> found;
+    DK_UNROLL
+    for (i32 block = 0; block < kBlocks; ++block) {
+      const u8* from = args.q + row * args.q_token_stride + head * args.q_head_stride +
+                       block * mx_block_bytes(S.format);
+      if (exists)
+        codes[block].load(
+            [&](u32(&bytes)[4], i32 offset) { ptx::load_global_x4(bytes, from + offset); });
+      found.add(mx_exponent(given, block), codes[block].is_zero());
+    }
+    DK_UNROLL
+    for (i32 block = 0; block < kBlocks; ++block) {
+      codes[block].rebase(found.shift(mx_exponent(given, block)));
+      DK_UNROLL
+      for (i32 half = 0; half < 2; ++half) {
+        const u32* word = codes[block].word + 4 * half;
+        ptx::store_shared_x4(rows + tile::swizzled_offset<S.head_dim>(column, 2 * block + half),
+                             word[0], word[1], word[2], word[3]);
+      }
+    }
+    ptx::store_shared_i32(ptx::smem_addr(&smem.mx.query_exponents[column]), found.exponents(given));
+    const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights[column]));
+    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[column]),
+                          powered_weight(weight, found.power()));
+  }
+}
+
 template <MqaLogitsSpec S>
 DK_DEVICE void load_kv(const MqaLogitsArgs& args, i32 first_row, i32 stage, Smem<S>& smem) {
   copy_rows<S>(ptx::smem_addr(&smem.kv[stage][0]), S.kv_stage_rows(), args.kv,
@@ -74,7 +126,8 @@ template <MqaLogitsSpec S>
 struct Math {
   using Sum = HeadSum<S.order()>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
-  static constexpr i32 kSteps = S.head_dim / 32;  // k-steps of the MMA
+  static constexpr i32 kWarpRows = S.kv_stage_rows() / kWarpsPerGroup;  // of a stage
+  static constexpr i32 kSteps = S.head_dim / 32;                        // k-steps of the MMA
   static constexpr i32 kStepPairs = max_of(1, kSteps / 2);
 
   const MqaLogitsArgs& args;
@@ -118,16 +171,11 @@ struct Math {
     ptx::sync_threads();
   }
 
-  // Both operands are read 8 rows at a time from a multiple of 8 rows on, so that the swizzle of a
-  // lane's address depends on the lane and the step alone; whatever else moves is added in bytes.
-
   // 16 rows of kv as the MMA's first operand.
   DK_DEVICE void load_kv_fragments(u32 (&a)[kSteps][4], u32 rows) const {
-    const i32 lane = ptx::lane_index();
     DK_UNROLL
     for (i32 step = 0; step < kSteps; ++step)
-      ptx::ldmatrix_x4(a[step],
-                       rows + tile::swizzled_offset<S.head_dim>(lane % 16, 2 * step + lane / 16));
+      tile::load_a_fragment<S.head_dim>(a[step], rows, step);
   }
 
   // Eight query columns as its second: b[step] holds 32 elements of each. query[i] is the lane's
@@ -160,6 +208,28 @@ struct Math {
     Sum::template add<false, false>(sum, x, weight);
   }
 
+  // The weights that the fast way takes.
+  DK_DEVICE u32 fast_weights(i32 column) const {
+    if constexpr (S.is_mx())
+      return ptx::smem_addr(&smem.mx.powered[column]);
+    else
+      return ptx::smem_addr(&smem.weights[column]);
+  }
+
+  DK_DEVICE WideOperands<WideRows<S.head_dim>> wide_operands(u32 rows, i32 kv_row) const {
+    const i32 column = group * kMqaGroupRows;
+    WideOperands<WideRows<S.head_dim>> at{
+        .kv = {rows},
+        .kv_exponents = {},
+        .query = ptx::smem_addr(&smem.query[column * S.head_dim]),
+        .query_exponents = ptx::smem_addr(&smem.mx.query_exponents[column]),
+        .weights = ptx::smem_addr(&smem.weights[column])};
+    DK_UNROLL
+    for (i32 i = 0; i < 2; ++i)
+      at.kv_exponents[i] = load_kv_exponents(args, kv_row + ptx::lane_index() / 4 + 8 * i);
+    return at;
+  }
+
   DK_DEVICE void stage(i32 first_row, i32 kv_row, i32 stage) const {
     const i32 lane = ptx::lane_index();
     u32 query[kStepPairs];
@@ -168,7 +238,7 @@ struct Math {
       query[i] = ptx::smem_addr(&smem.query[group * kMqaGroupRows * S.head_dim]) +
                  tile::swizzled_offset<S.head_dim>(
                      lane % 8, min_of(4, 2 * kSteps) * i + lane / 8 % min_of(4, 2 * kSteps));
-    const u32 weights = ptx::smem_addr(&smem.weights[group * kMqaGroupRows + 2 * (lane % 4)]);
+    const u32 weights = fast_weights(group * kMqaGroupRows + 2 * (lane % 4));
     const u32 rows = ptx::smem_addr(&smem.kv[stage][0]);
     DK_NO_UNROLL
     for (i32 row = warp_row; row < warp_row + kWarpRows; row += kTileRows) {
@@ -183,42 +253,52 @@ struct Math {
           for (i32 i = 0; i < 4; ++i)
             add_octet(sum, a, query, weights, set * S.octets_per_token_set() + first + i);
         }
-        float kept[Sum::kSlots][Sum::kRows];
-        Sum::join(kept, sum);
-        store(kept, set, first_row, kv_row + row + Sum::row());
+        float logit[Sum::kSlots][Sum::kRows];
+        Sum::join(logit, sum);
+        scale(logit, set, kv_row + row + Sum::row());
+        if constexpr (S.is_mx())
+          RebasedWideSum<S>::mend(logit, wide_operands(rows + row * S.head_dim, kv_row + row), set);
+        store(logit, set, first_row, kv_row + row + Sum::row());
       }
     }
   }
 
-  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], i32 set, i32 first_row,
-                       i32 kv_row) const {
-    if (!Sum::stores()) return;
-    float scale[Sum::kRows];
+  // The lane's token inside the block.
+  DK_DEVICE i32 token_of(i32 set, i32 slot) const {
+    return group * S.tokens_per_group() + Sum::first_token() + Sum::further(set, slot);
+  }
+  DK_DEVICE void scale(float (&logit)[Sum::kSlots][Sum::kRows], i32 set, i32 kv_row) const {
     DK_UNROLL
     for (i32 i = 0; i < Sum::kRows; ++i) {
       const i32 j = kv_row + 8 * i;
-      scale[i] = j < args.num_kv ? ptx::load_global(args.kv_scale + j) : 0.0f;
+      const float kv_scale = j < args.num_kv ? ptx::load_global(args.kv_scale + j) : 0.0f;
+      DK_UNROLL
+      for (i32 slot = 0; slot < Sum::kSlots; ++slot)
+        logit[slot][i] =
+            scaled_sum(logit[slot][i], kv_scale,
+                       ptx::load_shared_f32(ptx::smem_addr(&smem.power[token_of(set, slot)])));
     }
+  }
+  DK_DEVICE void store(const float (&logit)[Sum::kSlots][Sum::kRows], i32 set, i32 first_row,
+                       i32 kv_row) const {
+    if (!Sum::stores()) return;
     DK_UNROLL
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
-      const i32 token = group * S.tokens_per_group() + Sum::first_token() + Sum::further(set, slot);
-      const float power = ptx::load_shared_f32(ptx::smem_addr(&smem.power[token]));
-      const i32 row = first_row + token;
+      const i32 row = first_row + token_of(set, slot);
       const MqaWindow window = load_window(args, row, window_limit(args));
       const RowEdge edge = row_edge(args, window, row);
       Logit* origin = static_cast<Logit*>(args.logits) + row_origin(args, window, row);
       DK_UNROLL
       for (i32 i = 0; i < Sum::kRows; ++i) {
         const i32 j = kv_row + 8 * i;
-        store_edge<S.clean != Clean::off>(origin + j, j, edge,
-                                          scaled_sum(kept[slot][i], scale[i], power));
+        store_edge<S.clean != Clean::off>(origin + j, j, edge, logit[slot][i]);
       }
     }
   }
 
   // All warps together: the stages [kv_begin, kv_begin + num_stages * rows) of one query block.
   DK_DEVICE void run_unit(i32 first_row, i32 kv_begin, i32 num_stages) {
-    load_query<S>(args, first_row, smem);
+    if constexpr (!S.is_mx()) load_query<S>(args, first_row, smem);
     // One copy group per stage; the query travels with the first.
     DK_UNROLL
     for (i32 ahead = 0; ahead < S.kv_stages - 1; ++ahead) {
@@ -227,7 +307,11 @@ struct Math {
     }
     post_weights(first_row);
     ptx::sync_threads();
-    tame_weights(first_row);
+    if constexpr (S.is_mx()) {
+      rebase_query<S>(args, first_row, smem);  // the first stage's barrier is ahead
+    } else {
+      tame_weights(first_row);
+    }
     auto stages = tile::Ring<S.kv_stages>::drainer();
     auto fills = tile::Ring<S.kv_stages>::filler();
     DK_UNROLL
@@ -258,7 +342,6 @@ DK_DEVICE void mqa_logits_sm89(const MqaLogitsArgs& args) {
   static_assert(S.invalid() == nullptr);
   static_assert(sizeof(Smem<S>) <= S.smem_bytes());
   static_assert(S.num_threads() == 32 * kMqaGroups * kWarpsPerGroup);
-  static_assert(S.kv_stage_rows() == kWarpsPerGroup * kWarpRows);
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
   using Scan = SpanScan<S.tokens_per_block()>;
   constexpr i32 kStagesPerChunk = kMqaChunkRows / S.kv_stage_rows();
@@ -276,7 +359,7 @@ DK_DEVICE void mqa_logits_sm89(const MqaLogitsArgs& args) {
   Math<S> math{.args = args,
                .smem = smem,
                .group = warp / kWarpsPerGroup,
-               .warp_row = warp % kWarpsPerGroup * kWarpRows};
+               .warp_row = warp % kWarpsPerGroup * Math<S>::kWarpRows};
   const i32 num_blocks = ceil_div(args.num_q, S.tokens_per_block());
   for (i32 block = begin.block; block <= end.block && block < num_blocks; ++block) {
     MqaSpan span = Scan::load(args, block);  // lane 0 looks at `block`, others further on

@@ -12,7 +12,9 @@
 
 #include "deep_kernels/contract/mqa_logits.h"
 #include "deep_kernels/kernels/mqa_logits_tile.cuh"
+#include "deep_kernels/kernels/mqa_mx.cuh"
 #include "deep_kernels/kernels/mqa_schedule.cuh"
+#include "deep_kernels/kernels/mqa_wide.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
 #include "deep_kernels/tile/layout.cuh"
 #include "deep_kernels/tile/pipeline.cuh"
@@ -43,6 +45,18 @@ struct Unit {
   Token token[kTokens];
 };
 
+// What MX formats keep beside the weights of a query column, and for a kv stage.
+template <MqaLogitsSpec S, bool kIsMx = S.is_mx()>
+struct MxSmem {
+  // As given; once the rows are rebased, of the codes.
+  alignas(128) i32 query_exponents[S.query_slots()][kMqaGroups][kMqaGroupRows];
+  // Weights times the power of their row, NaN where the fast way cannot be gone.
+  alignas(128) float powered[S.query_slots()][kMqaGroups][kMqaGroupRows];
+  i32 kv_is_wide[S.kv_stages];  // whether a row of the stage has no scale
+};
+template <MqaLogitsSpec S>
+struct MxSmem<S, false> {};
+
 template <MqaLogitsSpec S>
 struct Smem {
   static constexpr i32 kSlots = S.query_slots();
@@ -50,6 +64,7 @@ struct Smem {
   alignas(1024) u8 kv[S.kv_stages][S.kv_stage_bytes()];
   alignas(128) float weights[kSlots][kMqaGroups][kMqaGroupRows];  // in column order
   alignas(128) float kv_scale[S.kv_stages][S.kv_stage_rows()];
+  MxSmem<S> mx;
   Unit<S.tokens_per_block()> unit[kSlots];
   ScheduleScratch schedule;
   // Each pair: who arrives, who waits.
@@ -73,6 +88,7 @@ inline constexpr i32 kProducerRegisters = 32;
 
 enum class Barrier : u32 {  // 0 belongs to sync_threads
   work_done = 1,            // all 640 threads, before the deferred fill
+  group_rebased = 2,        // MX: the 128 threads of group g at 2 + g, around its query rows
 };
 
 template <MqaLogitsSpec S>
@@ -147,10 +163,12 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
   return mqa_span(ptx::reduce_min(lowest), ptx::reduce_max(highest));
 }
 
-// In column order; those of saturating octets carry kSatWeight.
+// What weights of a column carry for the octets that saturate.
+DK_DEVICE float column_factor(i32 column) {
+  return octet_saturates(column % kMqaGroupRows / 8) ? kSatWeight : 1.0f;
+}
 DK_DEVICE void store_weight(u32 weights, i32 column, float weight) {
-  const float factor = octet_saturates(column % kMqaGroupRows / 8) ? kSatWeight : 1.0f;
-  ptx::store_shared_f32(weights + 4 * column, weight * factor);
+  ptx::store_shared_f32(weights + 4 * column, weight * column_factor(column));
 }
 template <MqaLogitsSpec S>
 DK_DEVICE float load_column_weight(const MqaLogitsArgs& args, i32 first_row, i32 column) {
@@ -181,6 +199,7 @@ DK_DEVICE void post_tamed_weights(const MqaLogitsArgs& args, i32 first_row, u32 
   }
 }
 
+// In column order. Converged.
 template <MqaLogitsSpec S>
 DK_DEVICE void post_weights(const MqaLogitsArgs& args, i32 block, u32 weights,
                             Unit<S.tokens_per_block()>& unit) {
@@ -201,6 +220,29 @@ DK_DEVICE void post_weights(const MqaLogitsArgs& args, i32 block, u32 weights,
   if (ptx::any(extreme)) post_tamed_weights<S>(args, first_row, weights, unit);
 }
 
+// The weights as they are, and the exponents of the rows: math warps join them.
+template <MqaLogitsSpec S>
+DK_DEVICE void post_mx_columns(const MqaLogitsArgs& args, i32 block, u32 weights, u32 exponents) {
+  const i32 first_row = block * S.tokens_per_block();
+  DK_NO_UNROLL
+  for (i32 base = ptx::lane_index(); base < kMqaQueryRows; base += 4 * 32) {
+    float weight[4];
+    i32 given[4];
+    DK_UNROLL
+    for (i32 i = 0; i < 4; ++i) {  // all loads before the first store, as above
+      const i32 column = base + 32 * i;
+      weight[i] = load_column_weight<S>(args, first_row, column);
+      given[i] = load_query_exponents(args, first_row + S.block_token_of(column),
+                                      S.head_of(column % kMqaGroupRows));
+    }
+    DK_UNROLL
+    for (i32 i = 0; i < 4; ++i) {
+      ptx::store_shared_f32(weights + 4 * (base + 32 * i), weight[i]);
+      ptx::store_shared_i32(exponents + 4 * (base + 32 * i), given[i]);
+    }
+  }
+}
+
 template <MqaLogitsSpec S, class Maps>
 DK_DEVICE void load_queries(const Maps& maps, Smem<S>& smem, i32 slot, i32 block) {
   constexpr i32 kOctets = kMqaQueryRows / 8;
@@ -211,7 +253,10 @@ DK_DEVICE void load_queries(const Maps& maps, Smem<S>& smem, i32 slot, i32 block
     const i32 column = octet % (kMqaGroupRows / 8) * 8;
     const i32 token = block * S.tokens_per_block() +
                       octet / (kMqaGroupRows / 8) * S.tokens_per_group() + S.token_of(column);
-    ptx::tma_load_3d(rows + octet * 8 * S.head_dim, maps.q, filled, 0, S.head_of(column), token);
+    // Packed rows lie at the beginning of their group's place until they are expanded there.
+    const u32 group_at = octet / (kMqaGroupRows / 8) * kMqaGroupRows * S.head_dim;
+    ptx::tma_load_3d(rows + group_at + column * S.query_row_bytes(), maps.q, filled, 0,
+                     S.head_of(column), token);
   }
 }
 
@@ -237,11 +282,16 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
       ptx::store_shared_i32(ptx::smem_addr(&unit.kv_begin), span.begin + first * kMqaChunkRows);
       ptx::store_shared_i32(ptx::smem_addr(&unit.num_stages), last - first);
       ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
-      ptx::mbarrier_arrive_expect_tx(query_filled, S.query_bytes());
+      ptx::mbarrier_arrive_expect_tx(query_filled, S.query_load_bytes());
     }
     ptx::sync_warp();
     load_queries<S>(maps, smem, slots.slot, block);
-    post_weights<S>(args, block, ptx::smem_addr(&smem.weights[slots.slot][0][0]), unit);
+    const u32 weights = ptx::smem_addr(&smem.weights[slots.slot][0][0]);
+    if constexpr (S.is_mx())
+      post_mx_columns<S>(args, block, weights,
+                         ptx::smem_addr(&smem.mx.query_exponents[slots.slot][0][0]));
+    else
+      post_weights<S>(args, block, weights, unit);
     ptx::mbarrier_arrive(query_filled);  // every lane for the windows and weights it wrote
     slots.next();
   }
@@ -254,10 +304,22 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
   ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
 }
 
-// --- kv warp, one lane ---------------------------------------------------------------------------
+// --- kv warp -------------------------------------------------------------------------------------
 
+// Whether one of the kv rows [row, row + 256) has no scale; rows at a multiple of kMqaWideRows.
+// Converged.
+template <MqaLogitsSpec S>
+DK_DEVICE bool has_wide_row(const MqaLogitsArgs& args, i32 row) {
+  const i32 index = row / kMqaWideRows + ptx::lane_index();
+  const bool looks = ptx::lane_index() < S.kv_stage_rows() / kMqaWideRows &&
+                     index < ceil_div(args.num_kv, kMqaWideRows);
+  return ptx::any(looks && ptx::load_global(args.kv_wide + index) != 0);
+}
+
+// All lanes for MX formats, lane 0 alone without them.
 template <MqaLogitsSpec S, class Maps>
 DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
+  static_assert(kMqaSpanAlign % kMqaWideRows == 0);
   constexpr u32 kBytes = S.kv_stage_bytes() + S.kv_stage_rows() * sizeof(float);
   auto units = tile::Ring<S.query_slots()>::drainer();
   auto stages = tile::Ring<S.kv_stages>::filler();
@@ -271,7 +333,12 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
     DK_NO_UNROLL
     for (i32 i = 0; i < num_stages; ++i, row += S.kv_stage_rows(), stages.next()) {
       const u32 filled = ptx::smem_addr(&smem.kv_filled[stages.slot]);
+      bool is_wide = false;
+      if constexpr (S.is_mx()) is_wide = has_wide_row<S>(args, row);
       ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_drained[stages.slot]), stages.parity);
+      if (S.is_mx() && ptx::lane_index() != 0) continue;
+      if constexpr (S.is_mx())
+        ptx::store_shared_i32(ptx::smem_addr(&smem.mx.kv_is_wide[stages.slot]), is_wide);
       ptx::mbarrier_arrive_expect_tx(filled, kBytes);
       ptx::tma_load_2d(ptx::smem_addr(&smem.kv[stages.slot][0]), maps.kv, filled, 0, row);
       ptx::tma_load_1d(ptx::smem_addr(&smem.kv_scale[stages.slot][0]), maps.kv_scale, filled, row);
@@ -291,10 +358,12 @@ struct Math {
   const MqaLogitsArgs& args;
   Smem<S>& smem;
   i32 group;
-  i32 tile_row;   // kv row inside a tile that this lane keeps first
-  u32 query_low;  // descriptor of the group's query rows
-  u32 kv_low;     // descriptor of kv stage 0
-  u32 tokens;     // address of the lane's first Token, others of its group behind it
+  i32 tile_row;          // kv row inside a tile that this lane keeps first
+  i32 slot;              // of the unit
+  bool has_exact_token;  // MX: one of the group's weights cannot be had the fast way
+  u32 query_low;         // descriptor of the group's query rows
+  u32 kv_low;            // descriptor of kv stage 0
+  u32 tokens;            // address of the lane's first Token, others of its group behind it
   float weight[32];
   // Where kv row tile_row of the coming stage goes. Several tokens leave no registers for several
   // pointers: there they are made anew for every tile.
@@ -314,49 +383,94 @@ struct Math {
                                  Descriptor::make(query_low + 2 * k), k > 0);
     ptx::wgmma_commit_group();
   }
+  // Where the logits of a token go that belong to kv row tile_row of the stage.
+  DK_DEVICE Logit* stage_pointer(u32 token, i32 kv_row) const {
+    if constexpr (kKeepsPointer)
+      return out;
+    else
+      return row_pointer(token, kv_row);
+  }
   // Address of the kv scale that belongs to the lane's row i of a tile.
   static DK_DEVICE u32 scale_at(u32 scales, i32 tile, i32 i) {
     return scales + 4 * (tile * kTileRows + 8 * i);
   }
-  template <bool kEdge>
-  DK_DEVICE void store(const float (&kept)[Sum::kSlots][Sum::kRows], const float* scale, u32 scales,
-                       i32 set, i32 tile, i32 kv_row) const {
-    DK_UNROLL
-    for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
-      const u32 token = tokens + sizeof(Token) * Sum::further(set, slot);
-      Logit* row;
-      if constexpr (kKeepsPointer)
-        row = out;
-      else
-        row = row_pointer(token, kv_row);
-      DK_UNROLL
-      for (i32 i = 0; i < Sum::kRows; ++i) {
-        const i32 offset = tile * kTileRows + 8 * i;
-        if (!Sum::stores()) continue;
-        if constexpr (!kEdge) {
-          store_logit(row + offset, kept[slot][i] * scale[i]);
-        } else {
-          const float value =
-              scaled_sum(kept[slot][i], ptx::load_shared_f32(scale_at(scales, tile, i)),
-                         ptx::load_shared_f32(token + Token::kPowerAt));
-          store_edge<S.clean != Clean::off>(row + offset, kv_row + tile_row + offset,
-                                            load_edge(token + Token::kEdgeAt), value);
-        }
-      }
-    }
-  }
+  static DK_DEVICE i32 row_offset(i32 tile, i32 i) { return tile * kTileRows + 8 * i; }
 
-  // Sums and stores the token sets of a tile one after the other.
-  template <bool kEdge, i32 kSet = 0>
-  DK_DEVICE void reduce(const float (&x)[64], const float* scale, u32 scales, i32 tile,
+  // Sums and stores the token sets of a tile, which lies inside every window, one after the other.
+  template <i32 kSet = 0>
+  DK_DEVICE void reduce(const float (&x)[64], const float (&scale)[Sum::kRows], i32 tile,
                         i32 kv_row) const {
     if constexpr (kSet < Sum::kSets) {
       float sum[Sum::kSlots][2];
       float kept[Sum::kSlots][Sum::kRows];
       Sum::template add_set<kSet>(sum, x, weight);
       Sum::join(kept, sum);
-      store<kEdge>(kept, scale, scales, kSet, tile, kv_row);
-      reduce<kEdge, kSet + 1>(x, scale, scales, tile, kv_row);
+      DK_UNROLL
+      for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
+        Logit* row = stage_pointer(tokens + sizeof(Token) * Sum::further(kSet, slot), kv_row);
+        DK_UNROLL
+        for (i32 i = 0; i < Sum::kRows; ++i)
+          if (Sum::stores()) store_logit(row + row_offset(tile, i), kept[slot][i] * scale[i]);
+      }
+      reduce<kSet + 1>(x, scale, tile, kv_row);
+    }
+  }
+
+  DK_DEVICE WideOperands<WideRows<S.head_dim>> wide_operands(i32 tile, i32 kv_row) const {
+    const i32 first = tile * kTileRows + ptx::warp_index() % 4 * 16;  // of the warp's rows
+    WideOperands<WideRows<S.head_dim>> at{
+        .kv = {ptx::smem_addr(&smem.kv[stages.slot][0]) + first * S.head_dim},
+        .kv_exponents = {},
+        .query = ptx::smem_addr(&smem.query[slot][group][0]),
+        .query_exponents = ptx::smem_addr(&smem.mx.query_exponents[slot][group][0]),
+        .weights = ptx::smem_addr(&smem.weights[slot][group][0])};
+    DK_UNROLL
+    for (i32 i = 0; i < 2; ++i)
+      at.kv_exponents[i] = load_kv_exponents(args, kv_row + first + ptx::lane_index() / 4 + 8 * i);
+    return at;
+  }
+
+  // The same for a tile that may cross the edges of windows, or holds what the fast way cannot do.
+  // All sets are summed before the first is looked at: then the scores' registers are free.
+  DK_DEVICE void reduce_edge(const float (&x)[64], u32 scales, i32 tile, i32 kv_row) const {
+    float logit[Sum::kSets][Sum::kSlots][Sum::kRows];
+    sum_edge(logit, x, scales, tile);
+    DK_UNROLL
+    for (i32 set = 0; set < Sum::kSets; ++set) {
+      if constexpr (S.is_mx())
+        RebasedWideSum<S>::mend(logit[set], wide_operands(tile, kv_row), set);
+      DK_UNROLL
+      for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
+        const u32 token = tokens + sizeof(Token) * Sum::further(set, slot);
+        Logit* row = stage_pointer(token, kv_row);
+        DK_UNROLL
+        for (i32 i = 0; i < Sum::kRows; ++i) {
+          const i32 offset = row_offset(tile, i);
+          if (Sum::stores())
+            store_edge<S.clean != Clean::off>(row + offset, kv_row + tile_row + offset,
+                                              load_edge(token + Token::kEdgeAt),
+                                              logit[set][slot][i]);
+        }
+      }
+    }
+  }
+  template <i32 kSet = 0>
+  DK_DEVICE void sum_edge(float (&logit)[Sum::kSets][Sum::kSlots][Sum::kRows], const float (&x)[64],
+                          u32 scales, i32 tile) const {
+    if constexpr (kSet < Sum::kSets) {
+      float sum[Sum::kSlots][2];
+      Sum::template add_set<kSet>(sum, x, weight);
+      Sum::join(logit[kSet], sum);
+      DK_UNROLL
+      for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
+        const u32 token = tokens + sizeof(Token) * Sum::further(kSet, slot);
+        DK_UNROLL
+        for (i32 i = 0; i < Sum::kRows; ++i)
+          logit[kSet][slot][i] =
+              scaled_sum(logit[kSet][slot][i], ptx::load_shared_f32(scale_at(scales, tile, i)),
+                         ptx::load_shared_f32(token + Token::kPowerAt));
+      }
+      sum_edge<kSet + 1>(logit, x, scales, tile);
     }
   }
 
@@ -373,7 +487,7 @@ struct Math {
     start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
     if constexpr (kEdge) {  // scales are read where they are used: the edge tests need registers
       ptx::wgmma_wait_group<0>(x);
-      reduce<kEdge>(x, nullptr, scales, tile, kv_row);
+      reduce_edge(x, scales, tile, kv_row);
       if (is_last) release_stage();
     } else {
       float scale[Sum::kRows];
@@ -382,7 +496,7 @@ struct Math {
         scale[i] = ptx::load_shared_f32(scale_at(scales, tile, i));
       ptx::wgmma_wait_group<0>(x);
       if (is_last) release_stage();
-      reduce<kEdge>(x, scale, scales, tile, kv_row);
+      reduce(x, scale, tile, kv_row);
     }
   }
 
@@ -402,9 +516,60 @@ struct Math {
     if constexpr (kKeepsPointer) out += S.kv_stage_rows();
   }
 
-  DK_DEVICE void open_unit(const Unit<S.tokens_per_block()>& unit, i32 slot, i32 kv_row) {
+  // MX: the group's query rows as e4m3 rows with one exponent each, which goes into the weights.
+  // Thread i of the group takes column i.
+  DK_DEVICE void rebase_queries() const {
+    constexpr i32 kBlocks = S.head_dim / kMxBlock;
+    constexpr i32 kChunks = mx_block_bytes(S.format) / 16;
+    constexpr bool kExpands = S.format == Format::mxfp4;
+    const i32 column = ptx::thread_index() % kMqaGroupRows;
+    const u32 rows = ptx::smem_addr(&smem.query[slot][group][0]);
+    const u32 barrier = static_cast<u32>(Barrier::group_rebased) + group;
+    const u32 exponents = ptx::smem_addr(&smem.mx.query_exponents[slot][group][column]);
+    const i32 given = ptx::load_shared_i32(exponents);
+    MxCodes<S.format> codes[kBlocks];
+    MxRow<S.format> found;
+    DK_UNROLL
+    for (i32 block = 0; block < kBlocks; ++block) {
+      codes[block].load([&](u32(&bytes)[4], i32 offset) {
+        ptx::load_shared_x4(bytes, rows + tile::swizzled_offset<S.query_row_bytes()>(
+                                              column, block * kChunks + offset / 16));
+      });
+      found.add(mx_exponent(given, block), codes[block].is_zero());
+    }
+    if constexpr (kExpands) ptx::barrier_sync(barrier, kMqaGroupRows);  // all packed rows are read
+    DK_UNROLL
+    for (i32 block = 0; block < kBlocks; ++block) {
+      const i32 shift = found.shift(mx_exponent(given, block));
+      if (!kExpands && shift == 0) continue;
+      codes[block].rebase(shift);
+      DK_UNROLL
+      for (i32 half = 0; half < 2; ++half) {
+        const u32* word = codes[block].word + 4 * half;
+        ptx::store_shared_x4(rows + tile::swizzled_offset<S.head_dim>(column, 2 * block + half),
+                             word[0], word[1], word[2], word[3]);
+      }
+    }
+    ptx::store_shared_i32(exponents, found.exponents(given));
+    const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights[slot][group][column]));
+    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[slot][group][column]),
+                          powered_weight(weight, found.power()) * column_factor(column));
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(barrier, kMqaGroupRows);
+  }
+  // The weights that the fast way takes, of the lane's first column.
+  DK_DEVICE u32 fast_weights() const {
+    const i32 column = 2 * (ptx::lane_index() % 4);
+    if constexpr (S.is_mx())
+      return ptx::smem_addr(&smem.mx.powered[slot][group][column]);
+    else
+      return ptx::smem_addr(&smem.weights[slot][group][column]);
+  }
+
+  DK_DEVICE void open_unit(const Unit<S.tokens_per_block()>& unit, i32 kv_row) {
+    if constexpr (S.is_mx()) rebase_queries();
     query_low = Descriptor::low(ptx::smem_addr(&smem.query[slot][group][0]));
-    const u32 weights = ptx::smem_addr(&smem.weights[slot][group][2 * (ptx::lane_index() % 4)]);
+    const u32 weights = fast_weights();
     DK_UNROLL
     for (i32 octet = 0; octet < 16; ++octet) {
       float pair[2];
@@ -412,8 +577,27 @@ struct Math {
       weight[2 * octet] = pair[0];
       weight[2 * octet + 1] = pair[1];
     }
+    if constexpr (S.is_mx()) {  // four lanes hold all columns of the group
+      bool is_nan = false;
+      DK_UNROLL
+      for (i32 i = 0; i < 32; ++i) is_nan = is_nan || weight[i] != weight[i];
+      has_exact_token = ptx::any(is_nan);
+    }
     tokens = ptx::smem_addr(&unit.token[group * S.tokens_per_group() + Sum::first_token()]);
     if constexpr (kKeepsPointer) out = row_pointer(tokens, kv_row);
+  }
+  // Whether the coming stage lies inside every window of the group, and can be had the fast way.
+  DK_DEVICE bool is_full(const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
+    // Read for every stage: registers are scarcer than these loads.
+    const i32 full_begin = ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group]));
+    const i32 full_end = ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
+    const bool is_inside = kv_row >= full_begin && kv_row + S.kv_stage_rows() <= full_end;
+    if constexpr (S.is_mx()) {
+      if (!is_inside || has_exact_token) return false;
+      ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
+      return ptx::load_shared_i32(ptx::smem_addr(&smem.mx.kv_is_wide[stages.slot])) == 0;
+    }
+    return is_inside;
   }
 
   DK_DEVICE void run() {
@@ -428,13 +612,11 @@ struct Math {
       i32 num_stages = ptx::load_shared_i32(ptx::smem_addr(&unit.num_stages));
       if (num_stages == 0) return;
       i32 kv_row = ptx::load_shared_i32(ptx::smem_addr(&unit.kv_begin));
-      open_unit(unit, units.slot, kv_row);
+      slot = units.slot;
+      open_unit(unit, kv_row);
       DK_NO_UNROLL
       for (; num_stages > 0; --num_stages, kv_row += S.kv_stage_rows()) {
-        // Read for every stage: registers are scarcer than these loads.
-        const i32 full_begin = ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group]));
-        const i32 full_end = ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
-        if (kv_row >= full_begin && kv_row + S.kv_stage_rows() <= full_end)
+        if (is_full(unit, kv_row))
           stage<false>(kv_row);
         else
           stage<true>(kv_row);
@@ -473,7 +655,7 @@ DK_DEVICE void mqa_logits_sm90(const MqaLogitsArgs& args, const Maps& maps) {
     ptx::set_max_registers_down<kProducerRegisters>();
     if (warp == kKvWarp) {
       ptx::role("kv");
-      if (ptx::lane_index() == 0) kv_role<S>(args, maps, smem);
+      if (S.is_mx() || ptx::lane_index() == 0) kv_role<S>(args, maps, smem);
     } else if (warp == kSchedulerWarp) {
       ptx::role("scheduler");
       scheduler_role<S>(args, maps, smem);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "deep_kernels/contract/mqa_logits.h"
+#include "deep_kernels/kernels/mqa_mx.cuh"
 #include "deep_kernels/kernels/mqa_schedule.cuh"
 #include "deep_kernels/ptx/base.cuh"
 
@@ -80,6 +81,24 @@ DK_DEVICE float scaled_sum(float sum, float scale, float power) {
   return opposite ? sum * (scale * power) : sum * scale * power;
 }
 
+// MX formats: a weight times the power of its query row. NaN, which asks for the exact way, where
+// the product leaves the range above.
+DK_DEVICE float powered_weight(float weight, float power) {
+  const float product = weight * power;
+  const i32 exponent = exponent_of(product);
+  const bool is_lost = exponent == kNoExponent && exponent_of(weight) != kNoExponent;
+  return is_lost || is_extreme(exponent) ? ptx::float_of(kNotANumber) : product;
+}
+// Exponents of a query row; 1.0 for padding heads, whose codes are zeros.
+DK_DEVICE i32 load_query_exponents(const MqaLogitsArgs& args, i32 row, i32 head) {
+  if (row >= args.num_q || head >= args.num_heads) return mx_shared_exponent(kMxBias);
+  return ptx::load_global(args.q_exponents + row * args.q_exponents_token_stride +
+                          head * args.q_exponents_head_stride);
+}
+DK_DEVICE i32 load_kv_exponents(const MqaLogitsArgs& args, i32 row) {
+  return row < args.num_kv ? ptx::load_global(args.kv_exponents + row) : 0;
+}
+
 // How the four lanes that share a kv row split and join the heads of their tokens. kMaySaturate: of
 // every third octet the weights carry kSatWeight.
 template <MqaColumnOrder O, bool kMaySaturate = true>
@@ -134,8 +153,10 @@ struct HeadSum {
     }
   }
 
-  // Joins the lanes of a token: kept[slot][i] belongs to kv row row() + 8 i. Converged.
-  static DK_DEVICE void join(float (&kept)[kSlots][kRows], const float (&sum)[kSlots][2]) {
+  // Joins the lanes of a token: kept[slot][i] belongs to kv row row() + 8 i. Converged. Number:
+  // float or double.
+  template <class Number>
+  static DK_DEVICE void join(Number (&kept)[kSlots][kRows], const Number (&sum)[kSlots][2]) {
     if constexpr (kRows == 2) {
       DK_UNROLL
       for (i32 slot = 0; slot < kSlots; ++slot) {
@@ -144,8 +165,8 @@ struct HeadSum {
       }
     } else {
       const bool odd = (ptx::lane_index() & 1) != 0;
-      const float mine = odd ? sum[0][1] : sum[0][0];
-      const float other = odd ? sum[0][0] : sum[0][1];
+      const Number mine = odd ? sum[0][1] : sum[0][0];
+      const Number other = odd ? sum[0][0] : sum[0][1];
       kept[0][0] = mine + ptx::shuffle_xor(other, 1);
       if constexpr (kLanes == 4) kept[0][0] += ptx::shuffle_xor(kept[0][0], 2);
     }

@@ -225,22 +225,6 @@ DK_DEVICE void find_run(const MqaLogitsArgs& args, ScheduleScratch& scratch) {
   }
 }
 
-// Calls visit(index, offset) for the cuts that lie in [begin, end) of the costs, `offset` behind its
-// begin; none where that is empty. `cuts_per_cost`: about how many there are.
-template <class Visit>
-DK_DEVICE void for_each_cut(const MqaCutPositions& cuts, i32 num_cuts, float cuts_per_cost,
-                            i64 begin, i64 end, Visit&& visit) {
-  if (begin >= end) return;
-  // The first cut at or after `begin`: an estimate from below, then a few steps.
-  i32 i = max_of(0, static_cast<i32>(static_cast<float>(begin) * cuts_per_cost) - 2);
-  DK_NO_UNROLL
-  for (; i < num_cuts; ++i) {
-    const i64 position = cuts(i);
-    if (position >= end) break;
-    if (position >= begin) visit(i, position - begin);
-  }
-}
-
 // The pre-pass: every cut of num_sms equal runs. First all spans are looked at, and the chunks of
 // each block noted down; then every lane takes a block and writes the cuts that fall into it.
 template <MqaScheduleSpec S>
@@ -281,9 +265,15 @@ DK_DEVICE void mqa_schedule(const MqaScheduleArgs& args) {
     const i32 cost = exists ? mqa_block_cost(num_chunks) : 0;
     const i32 sum = prefix_sum<1>(cost);
     const i64 end = before + sum;
-    for_each_cut(cuts, args.num_sms, cuts_per_cost, end - cost, end, [&](i32 index, i64 offset) {
-      write(index, mqa_cut_in_block(block, offset, num_chunks));
-    });
+    const i64 begin = end - cost;
+    // The first cut at or after `begin`: an estimate from below, then a few steps.
+    i32 i = max_of(0, static_cast<i32>(static_cast<float>(begin) * cuts_per_cost) - 2);
+    DK_NO_UNROLL
+    for (; exists && i < args.num_sms; ++i) {
+      const i64 position = cuts(i);
+      if (position >= end) break;
+      if (position >= begin) write(i, mqa_cut_in_block(block, position - begin, num_chunks));
+    }
     before += ptx::shuffle(sum, 31);
   }
 }

@@ -89,6 +89,19 @@ DK_DEVICE float load_column_weight(const PagedMqaLogitsArgs& args, const Work& w
   return load_weight(args, first_row(args, work) + S.token_of(column), S.head_of(column));
 }
 
+// 1.0 for rows and heads that are not there, whose codes are zeros.
+template <PagedMqaLogitsSpec S>
+DK_DEVICE i32 load_column_exponents(const PagedMqaLogitsArgs& args, const Work& work, i32 column) {
+  const i32 token = S.token_of(column);
+  const i32 head = S.head_of(column);
+  if (token >= work.num_rows || head >= args.num_heads) return mx_shared_exponent(kMxBias);
+  const bool by_request = args.indices != nullptr;
+  const i64 request = by_request ? work.request + token : work.request;
+  const i64 row = by_request ? 0 : work.row + token;
+  return ptx::load_global(args.q_scale + request * args.q_scale_request_stride +
+                          row * args.q_scale_row_stride + head * args.q_scale_head_stride);
+}
+
 // The weights once more, divided by powers of two where tokens need it. Converged.
 template <PagedMqaLogitsSpec S>
 DK_DEVICE void post_tamed_weights(const PagedMqaLogitsArgs& args, const Work& work, u32 weights,
@@ -125,6 +138,69 @@ DK_DEVICE void post_weights(const PagedMqaLogitsArgs& args, const Work& work, u3
   if (ptx::any(extreme)) post_tamed_weights<S>(args, work, weights, unit);
 }
 
+// MX: the weights as they are and the exponents of the rows, to be joined once the rows are there.
+template <PagedMqaLogitsSpec S>
+DK_DEVICE void post_mx_columns(const PagedMqaLogitsArgs& args, const Work& work, u32 weights,
+                               u32 exponents) {
+  constexpr i32 kAhead = min_of(S.unit_columns() / 32, 4);
+  DK_NO_UNROLL
+  for (i32 base = ptx::lane_index(); base < S.unit_columns(); base += kAhead * 32) {
+    float weight[kAhead];
+    i32 given[kAhead];
+    DK_UNROLL
+    for (i32 i = 0; i < kAhead; ++i) {  // all loads before the first store, as above
+      weight[i] = load_column_weight<S>(args, work, base + 32 * i);
+      given[i] = load_column_exponents<S>(args, work, base + 32 * i);
+    }
+    DK_UNROLL
+    for (i32 i = 0; i < kAhead; ++i) {
+      ptx::store_shared_f32(weights + 4 * (base + 32 * i), weight[i]);
+      ptx::store_shared_i32(exponents + 4 * (base + 32 * i), given[i]);
+    }
+  }
+  ptx::sync_warp();
+}
+
+// MX: query rows as they came become e4m3 codes with one exponent per row, a lane for every block
+// of 32 elements. Packed rows lie in the upper half of the codes' place: those of a step are read
+// before its codes overwrite them and rows above. Converged.
+template <PagedMqaLogitsSpec S>
+DK_DEVICE void rebase_queries(Smem<S>& smem, i32 slot) {
+  constexpr i32 kBlocks = S.head_dim / kMxBlock;
+  constexpr i32 kChunks = mx_block_bytes(S.format) / 16;
+  const u32 codes_at = ptx::smem_addr(&smem.query[slot][0]);
+  const u32 packed_at = codes_at + S.query_bytes() - S.query_load_bytes();
+  const i32 block = ptx::lane_index() % kBlocks;
+  DK_NO_UNROLL
+  for (i32 column = ptx::lane_index() / kBlocks; column < S.unit_columns();
+       column += 32 / kBlocks) {
+    const u32 exponents = ptx::smem_addr(&smem.mx.query_exponents[slot][column]);
+    const i32 given = ptx::load_shared_i32(exponents);
+    MxCodes<S.format> codes;
+    codes.load([&](u32(&bytes)[4], i32 offset) {
+      ptx::load_shared_x4(bytes, packed_at + tile::swizzled_offset<S.row_bytes()>(
+                                                 column, block * kChunks + offset / 16));
+    });
+    MxRow<S.format> row;
+    row.add(mx_exponent(given, block), codes.is_zero());
+    row.template join<kBlocks>();
+    codes.rebase(row.shift(mx_exponent(given, block)));
+    ptx::sync_warp();
+    DK_UNROLL
+    for (i32 half = 0; half < 2; ++half) {
+      const u32* word = codes.word + 4 * half;
+      ptx::store_shared_x4(codes_at + tile::swizzled_offset<S.head_dim>(column, 2 * block + half),
+                           word[0], word[1], word[2], word[3]);
+    }
+    if (block != 0) continue;
+    ptx::store_shared_i32(exponents, row.exponents(given));
+    const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights[slot][column]));
+    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[slot][column]),
+                          powered_weight(weight, row.power()));
+  }
+  ptx::fence_proxy_async();
+}
+
 // The page table entries that the kv warp will ask for next, into the L2 cache.
 DK_DEVICE void prefetch_table(const PagedMqaLogitsArgs& args, const Work& work) {
   constexpr i32 kPerLine = 128 / sizeof(i32);
@@ -144,16 +220,25 @@ DK_DEVICE void fill_unit(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<
   prefetch_table(args, work);
   ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
   post_unit<S>(args, work, unit, ptx::smem_addr(&smem.unit_posted[slots.slot]));
-  load_queries<S>(args, maps, work, queries, filled);
-  post_weights<S>(args, work, weights, unit);
+  if constexpr (S.is_mx()) {
+    const u32 loaded = ptx::smem_addr(&smem.mx.query_loaded[slots.slot]);
+    load_queries<S>(args, maps, work, queries + S.query_bytes() - S.query_load_bytes(), loaded);
+    post_mx_columns<S>(args, work, weights,
+                       ptx::smem_addr(&smem.mx.query_exponents[slots.slot][0]));
+    ptx::mbarrier_wait(loaded, slots.parity ^ 1u);  // as whoever drains the slot
+    rebase_queries<S>(smem, slots.slot);
+  } else {
+    load_queries<S>(args, maps, work, queries, filled);
+    post_weights<S>(args, work, weights, unit);
+  }
   ptx::mbarrier_arrive(filled);  // every lane for what it wrote
 }
 
 template <PagedMqaLogitsSpec S, class Maps>
 DK_DEVICE void scheduler_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
   auto slots = tile::Ring<S.query_slots()>::filler();
-  const PagedCut begin = stored_paged_cut(smem.schedule, 0);
-  const PagedCut end = stored_paged_cut(smem.schedule, 1);
+  const PagedCut begin = stored_cut(smem.run, 0);
+  const PagedCut end = stored_cut(smem.run, 1);
   const i32 last = min_of(end.tile > 0 ? end.request : end.request - 1, args.num_requests - 1);
   DK_NO_UNROLL
   for (i32 request = begin.request; request <= last; ++request) {
@@ -168,7 +253,7 @@ DK_DEVICE void scheduler_role(const PagedMqaLogitsArgs& args, const Maps& maps, 
   if (ptx::lane_index() == 0) {
     ptx::store_shared_i32(ptx::smem_addr(&smem.unit[slots.slot].num_tiles), 0);
     ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
-    ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
+    if (!S.is_mx()) ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
   }
   ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
 }
@@ -225,6 +310,8 @@ DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>
     TableWindow table{.row = args.block_table + ptx::load_shared_i64(ptx::smem_addr(&unit.table)),
                       .num_pages = last_page + 1,
                       .num_blocks = args.num_blocks};
+    ptx::sync_warp();  // all lanes have read the unit
+    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_drained[units.slot]));
     table.open(token >> shift);
     DK_NO_UNROLL
     for (i32 i = 0; i < num_tiles; ++i, token += kPagedTileRows, stages.next()) {
@@ -283,7 +370,7 @@ DK_DEVICE void paged_mqa_logits_sm90(const PagedMqaLogitsArgs& args, const Maps&
 
   init_barriers<S>(smem);
   ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written
-  find_paged_run<S>(args, smem.schedule);
+  find_paged_run<S>(args, smem.run);
   ptx::sync_threads();
 
   if (helper < 0) {

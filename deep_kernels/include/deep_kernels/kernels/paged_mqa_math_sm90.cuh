@@ -3,6 +3,8 @@
 #pragma once
 
 #include "deep_kernels/kernels/mqa_logits_tile.cuh"
+#include "deep_kernels/kernels/mqa_mx.cuh"
+#include "deep_kernels/kernels/mqa_wide.cuh"
 #include "deep_kernels/kernels/paged_mqa_unit_sm90.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
 #include "deep_kernels/tile/layout.cuh"
@@ -11,62 +13,157 @@
 
 namespace deep_kernels::paged_sm90 {
 
+// MX: exponents of kv rows as factors. A row goes the fast way when all its factors lie between
+// 2^-63 and 2^64: then neither the scores nor the sums over heads leave float32.
+template <PagedMqaLogitsSpec S>
+struct RowExponents {
+  static constexpr i32 kBlocks = S.head_dim / kMxBlock;
+  static constexpr u32 kTopBits = kBlocks == 4 ? 0x80808080u : kBlocks == 2 ? 0x8080u : 0x80u;
+  // Packed rows are expanded to codes of 2^kCodeExponent times their value, and not rebased.
+  static constexpr i32 kCodeExponent = S.format == Format::mxfp4 ? -6 : 0;
+
+  // The upper two bits of every exponent must differ.
+  static DK_DEVICE bool is_fast(u32 exponents) {
+    return ((exponents ^ exponents << 1) & kTopBits) == kTopBits;
+  }
+  static DK_DEVICE float factor(u32 exponents, i32 block) {
+    return ptx::float_of((exponents >> (8 * block) & 0xffu) << 23);
+  }
+  // What the row's logits are multiplied by; NaN asks for the exact way.
+  static DK_DEVICE float scale(u32 exponents) {
+    constexpr u32 kScale = static_cast<u32>(kMxBias - kCodeExponent) << 23;
+    return ptx::float_of(is_fast(exponents) ? kScale : kNotANumber);
+  }
+};
+
 template <PagedMqaLogitsSpec S>
 struct Math {
   using Sum = HeadSum<S.order(), /*kMaySaturate=*/false>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
   using Descriptor = tile::KMajorDescriptor<S.head_dim>;
+  using Exponents = RowExponents<S>;
   static constexpr i32 kColumns = S.pass_columns();
+  static constexpr i32 kBlocks = S.head_dim / kMxBlock;  // k-steps
   static_assert(Sum::kSets == 1 && Sum::kSlots == 1);
 
   const PagedMqaLogitsArgs& args;
   Smem<S>& smem;
   i32 group;
-  i32 tile_row;   // kv row inside a tile that this lane keeps first
+  i32 warp_row;   // first of the 16 kv rows of a tile that this warp takes
+  i32 slot;       // of the unit
   u32 kv_low;     // descriptor of kv stage 0
   u32 query_low;  // descriptor of the unit's queries
-  u32 weights;    // address of the lane's first weight
   u32 tokens;     // address of the lane's Token, those of further passes behind it
   float weight[kColumns / 4];
+  u32 codes[S.format == Format::mxfp4 ? kBlocks : 1][4];  // mxfp4: the tile's rows as operands
   tile::Ring<S.kv_stages> stages;
 
   DK_DEVICE void load_weights(i32 pass) {
+    const u32 weights = fast_weights() + 4 * pass * kColumns;
     DK_UNROLL
     for (i32 octet = 0; octet < kColumns / 8; ++octet) {
       float pair[2];
-      ptx::load_shared_f32x2(pair, weights + 4 * (pass * kColumns + 8 * octet));
+      ptx::load_shared_f32x2(pair, weights + 4 * 8 * octet);
       weight[2 * octet] = pair[0];
       weight[2 * octet + 1] = pair[1];
     }
   }
 
-  // Starts the scores of one tile: x is valid after a wait.
-  DK_DEVICE void start_score(float (&x)[kColumns / 2], i32 pass) const {
+  // Starts the scores of one tile that k-steps [begin, end) make: x is valid after a wait.
+  DK_DEVICE void start_score(float (&x)[kColumns / 2], i32 pass, i32 begin, i32 end) const {
     const u32 kv = kv_low + stages.slot * (S.kv_stage_bytes() >> 4);
     const u32 query = query_low + pass * (kColumns * S.head_dim >> 4);
     ptx::wgmma_fence();
     DK_UNROLL
-    for (i32 k = 0; k < S.head_dim / 32; ++k)
-      tile::wgmma_k32_e4m3(x, Descriptor::make(kv + 2 * k), Descriptor::make(query + 2 * k), k > 0);
+    for (i32 k = begin; k < end; ++k) {
+      const u64 b = Descriptor::make(query + 2 * k);
+      if constexpr (S.format == Format::mxfp4)
+        tile::wgmma_k32_e4m3(x, codes[k], b, k > begin);
+      else
+        tile::wgmma_k32_e4m3(x, Descriptor::make(kv + 2 * k), b, k > begin);
+    }
     ptx::wgmma_commit_group();
   }
 
-  DK_DEVICE void store(const float (&kept)[1][Sum::kRows], const float (&scale)[Sum::kRows],
-                       i32 pass, i32 tile) const {
-    const u32 token = tokens + pass * S.order().tokens() * sizeof(Token);
+  // MX: the scores block by block, scaled on the way. Two blocks are in flight where registers
+  // allow.
+  DK_DEVICE void score_blocks(float (&x)[kColumns / 2], i32 pass) const {
+    constexpr i32 kAhead = kColumns == 128 || kBlocks == 1 ? 1 : 2;
+    u32 exponents[2];
+    DK_UNROLL
+    for (i32 r = 0; r < 2; ++r)
+      exponents[r] = kv_exponents(warp_row + ptx::lane_index() / 4 + 8 * r);
+    float part[kAhead][kColumns / 2];
+    DK_UNROLL
+    for (i32 block = 0; block < kAhead; ++block) start_score(part[block], pass, block, block + 1);
+    DK_UNROLL
+    for (i32 block = 0; block < kBlocks; ++block) {
+      auto& done = part[block % kAhead];
+      if (block + kAhead <= kBlocks)
+        ptx::wgmma_wait_group<kAhead - 1>(done);
+      else
+        ptx::wgmma_wait_group<0>(done);
+      DK_UNROLL
+      for (i32 i = 0; i < kColumns / 2; ++i) {
+        const float factor = Exponents::factor(exponents[i / 2 % 2], block);
+        x[i] = block == 0 ? done[i] * factor : ptx::fma(done[i], factor, x[i]);
+      }
+      if (block + kAhead < kBlocks) start_score(done, pass, block + kAhead, block + kAhead + 1);
+    }
+  }
+
+  // Address of the token that the lane's logits of a pass belong to.
+  DK_DEVICE u32 token_at(i32 pass) const {
+    return tokens + pass * S.order().tokens() * sizeof(Token);
+  }
+  // -inf behind the row's length: what lies there may be anything.
+  DK_DEVICE void finish(float (&logit)[Sum::kRows], const float (&scale)[Sum::kRows], u32 token,
+                        i32 column) const {
     const i32 length = ptx::load_shared_i32(token + Token::kLengthAt);
-    const i32 store_end = ptx::load_shared_i32(token + Token::kStoreEndAt);
     const float power = ptx::load_shared_f32(token + Token::kPowerAt);
-    const i32 column = tile * kPagedTileRows + tile_row;
+    DK_UNROLL
+    for (i32 i = 0; i < Sum::kRows; ++i) {
+      const float value = S.is_mx() ? logit[i] * scale[i] : scaled_sum(logit[i], scale[i], power);
+      logit[i] = column + 8 * i < length ? value : ptx::float_of(kNegativeInfinity);
+    }
+  }
+  DK_DEVICE void store(const float (&logit)[Sum::kRows], u32 token, i32 column) const {
+    const i32 store_end = ptx::load_shared_i32(token + Token::kStoreEndAt);
     Logit* row = static_cast<Logit*>(args.logits) + ptx::load_shared_i64(token) + column;
     if (!Sum::stores()) return;
     DK_UNROLL
-    for (i32 i = 0; i < Sum::kRows; ++i) {
-      const float value = scaled_sum(kept[0][i], scale[i], power);
-      if (column + 8 * i < store_end)
-        store_logit(row + 8 * i,
-                    column + 8 * i < length ? value : ptx::float_of(kNegativeInfinity));
-    }
+    for (i32 i = 0; i < Sum::kRows; ++i)
+      if (column + 8 * i < store_end) store_logit(row + 8 * i, logit[i]);
+  }
+
+  DK_DEVICE u32 kv_exponents(i32 row) const {
+    return static_cast<u32>(ptx::load_shared_i32(ptx::smem_addr(&smem.kv_scale[stages.slot][row])));
+  }
+  DK_DEVICE float kv_scale(i32 row) const {
+    if constexpr (S.is_mx())
+      return Exponents::scale(kv_exponents(row));
+    else
+      return ptx::load_shared_f32(ptx::smem_addr(&smem.kv_scale[stages.slot][row]));
+  }
+
+  // The warp's rows of the stage.
+  DK_DEVICE TileRows<S> tile_rows() const {
+    return {ptx::smem_addr(&smem.kv[stages.slot][0]) + warp_row * S.row_bytes()};
+  }
+  // MX: logits that the fast way has made NaN, once more the exact way.
+  DK_DEVICE void mend(float (&logit)[1][Sum::kRows], i32 pass) const {
+    using Wide =
+        WideSum<S.order(), S.head_dim, mx_code_exponent(S.format) + Exponents::kCodeExponent>;
+    const i32 row = warp_row + ptx::lane_index() / 4;
+    const i32 column = pass * kColumns;
+    const WideOperands<TileRows<S>> at{
+        .kv = tile_rows(),
+        .kv_exponents = {static_cast<i32>(kv_exponents(row)),
+                         static_cast<i32>(kv_exponents(row + 8))},
+        .query = ptx::smem_addr(&smem.query[slot][column * S.head_dim]),
+        .query_exponents = ptx::smem_addr(&smem.mx.query_exponents[slot][column]),
+        .weights = ptx::smem_addr(&smem.weights[slot][column])};
+    Wide::mend(logit, at, 0);
   }
 
   // Rows and scales are read: the stage may be refilled.
@@ -78,35 +175,59 @@ struct Math {
   // Scores, head sums and stores of 64 kv tokens.
   DK_DEVICE void one_tile(i32 tile) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
-    const u32 scales = ptx::smem_addr(&smem.kv_scale[stages.slot][tile_row]);
-    DK_NO_UNROLL
-    for (i32 pass = 0; pass < S.num_passes(); ++pass) {
-      float x[kColumns / 2];
-      start_score(x, pass);
-      if (S.num_passes() > 1) load_weights(pass);
-      float scale[Sum::kRows];
+    if constexpr (S.format == Format::mxfp4) {
       DK_UNROLL
-      for (i32 i = 0; i < Sum::kRows; ++i) scale[i] = ptx::load_shared_f32(scales + 4 * 8 * i);
-      ptx::wgmma_wait_group<0>(x);
-      if (pass == S.num_passes() - 1) release_stage();
-      float sum[1][2];
-      float kept[1][Sum::kRows];
-      Sum::template add_set<0>(sum, x, weight);
-      Sum::join(kept, sum);
-      store(kept, scale, pass, tile);
+      for (i32 block = 0; block < kBlocks; ++block) tile_rows().load(codes[block], block);
     }
+    DK_NO_UNROLL
+    for (i32 pass = 0; pass < S.num_passes(); ++pass) one_pass(tile, pass);
+  }
+  DK_DEVICE void one_pass(i32 tile, i32 pass) {
+    const bool is_last = pass == S.num_passes() - 1;
+    const i32 row = warp_row + Sum::row();  // that this lane keeps first
+    const i32 column = tile * kPagedTileRows + row;
+    if (S.num_passes() > 1) load_weights(pass);
+    float x[kColumns / 2];
+    if constexpr (S.is_mx())
+      score_blocks(x, pass);
+    else
+      start_score(x, pass, 0, kBlocks);
+    float scale[Sum::kRows];
+    DK_UNROLL
+    for (i32 i = 0; i < Sum::kRows; ++i) scale[i] = kv_scale(row + 8 * i);
+    if constexpr (!S.is_mx()) {
+      ptx::wgmma_wait_group<0>(x);
+      if (is_last) release_stage();
+    }
+    float sum[1][2];
+    float logit[1][Sum::kRows];
+    Sum::template add_set<0>(sum, x, weight);
+    Sum::join(logit, sum);
+    finish(logit[0], scale, token_at(pass), column);
+    if constexpr (S.is_mx()) {
+      mend(logit, pass);
+      if (is_last) release_stage();
+    }
+    store(logit[0], token_at(pass), column);
   }
 
-  DK_DEVICE void open_unit(i32 slot) {
+  // The weights that the fast way takes, from the lane's first column on.
+  DK_DEVICE u32 fast_weights() const {
+    const i32 column = 2 * (ptx::lane_index() % 4);
+    if constexpr (S.is_mx())
+      return ptx::smem_addr(&smem.mx.powered[slot][column]);
+    else
+      return ptx::smem_addr(&smem.weights[slot][column]);
+  }
+  DK_DEVICE void open_unit() {
     query_low = Descriptor::low(ptx::smem_addr(&smem.query[slot][0]));
-    weights = ptx::smem_addr(&smem.weights[slot][2 * (ptx::lane_index() % 4)]);
     tokens = ptx::smem_addr(&smem.unit[slot].token[Sum::first_token()]);
     if (S.num_passes() == 1) load_weights(0);
   }
 
   DK_DEVICE void run() {
     kv_low = Descriptor::low(ptx::smem_addr(&smem.kv[0][0]));
-    tile_row = ptx::warp_index() % 4 * 16 + Sum::row();
+    warp_row = ptx::warp_index() % 4 * 16;
     stages = tile::Ring<S.kv_stages>::drainer(group);
     auto units = tile::Ring<S.query_slots()>::drainer();
     i32 next = group;  // the next tile of this group, counted from the unit's first
@@ -117,7 +238,8 @@ struct Math {
       const i32 num_tiles = ptx::load_shared_i32(ptx::smem_addr(&unit.num_tiles));
       if (num_tiles == 0) return;
       const i32 first_tile = ptx::load_shared_i32(ptx::smem_addr(&unit.first_tile));
-      open_unit(units.slot);
+      slot = units.slot;
+      open_unit();
       DK_NO_UNROLL
       for (; next < num_tiles; next += S.math_groups, stages.advance(S.math_groups))
         one_tile(first_tile + next);

@@ -51,7 +51,8 @@ DK_DEVICE i32 load_num_tiles(const Args& args, i32 request) {
   return rows.count > 0 ? paged_num_tiles(rows.longest) : 0;
 }
 
-// Requests of one warp when kWarps warps share all of them in order: whole steps of 32.
+// Requests of one warp when kWarps warps share all of them in order: whole steps of 32, one request
+// per lane. Up to 32 * kWarps requests it is one step.
 template <i32 kWarps>
 DK_DEVICE BlockRange warp_requests(i32 num_requests, i32 warp) {
   const i32 per_warp = align_up(ceil_div(num_requests, kWarps), 32);
@@ -59,81 +60,98 @@ DK_DEVICE BlockRange warp_requests(i32 num_requests, i32 warp) {
   return {begin, min_of(per_warp, num_requests - begin) + begin};
 }
 
-// Calls visit(request, num_tiles) for a warp's requests, 32 at a time, one per lane; past the last
-// there are no tiles. The loads of four steps travel together. Converged, also inside the visits.
-template <class Args, class Visit>
-DK_DEVICE void for_each_request(const Args& args, BlockRange requests, Visit&& visit) {
-  constexpr i32 kAhead = 4;
-  DK_NO_UNROLL
-  for (i32 first = requests.begin; first < requests.end; first += kAhead * 32) {
-    const i32 request = first + ptx::lane_index();
-    i32 num_tiles[kAhead];
-    DK_UNROLL
-    for (i32 i = 0; i < kAhead; ++i) {
-      const bool mine = request + 32 * i < requests.end;
-      num_tiles[i] = mine ? load_num_tiles(args, request + 32 * i) : 0;
-    }
-    DK_UNROLL
-    for (i32 i = 0; i < kAhead; ++i) visit(request + 32 * i, num_tiles[i]);
-  }
-}
-
-// What the lanes of a warp have before them when each brings its request's cost. Converged.
-struct CostSpan {
-  i64 begin;
-  i64 end;
+// Shared by all warps of a block: costs on the way, the block's run at the end.
+struct PagedRun {
+  u32 warp_cost[32];
+  i32 request[2];  // of the cut before the run, and of the cut behind it
+  i32 tile[2];
 };
-DK_DEVICE CostSpan next_span(i64& before, i32 cost) {
-  const i32 sum = prefix_sum<1>(cost);  // at most 32 * 2^26
-  const i64 end = before + sum;
-  before += ptx::shuffle(sum, 31);
-  return {end - cost, end};
+DK_DEVICE void store_cut(PagedRun& run, i32 side, PagedCut cut) {
+  ptx::store_shared_i32(ptx::smem_addr(&run.request[side]), cut.request);
+  ptx::store_shared_i32(ptx::smem_addr(&run.tile[side]), cut.tile);
+}
+DK_DEVICE PagedCut stored_cut(const PagedRun& run, i32 side) {
+  return {ptx::load_shared_i32(ptx::smem_addr(&run.request[side])),
+          ptx::load_shared_i32(ptx::smem_addr(&run.tile[side]))};
 }
 
+// The costs of all requests, added up twice: first in total, then in order of the requests. What
+// one step of loads has found is not loaded again.
 template <i32 kWarps, class Args>
-DK_DEVICE ScheduleSums sum_requests(const Args& args, BlockRange requests, i32 warp,
-                                    ScheduleScratch& scratch) {
-  i64 seen = 0;
-  for_each_request(args, requests,
-                   [&](i32, i32 num_tiles) { seen += paged_request_cost(num_tiles); });
-  return sum_costs<kWarps>(seen, warp, scratch);
-}
+struct CostScan {
+  const Args& args;
+  BlockRange requests;
+  i32 num_tiles;  // of the lane's request in the only step, or in the last one
+  u32 before;     // cost of the requests of warps below
+  u32 own;        // of this warp
+  u32 total;
 
-DK_DEVICE void store_cut(ScheduleScratch& scratch, i32 side, PagedCut cut) {
-  store_cut(scratch, side, MqaCut{cut.request, cut.tile});
-}
-DK_DEVICE PagedCut stored_paged_cut(const ScheduleScratch& scratch, i32 side) {
-  const MqaCut cut = stored_cut(scratch, side);
-  return {cut.block, cut.chunk};
-}
+  DK_DEVICE i32 load(i32 first) const {
+    const i32 request = first + ptx::lane_index();
+    return request < requests.end ? load_num_tiles(args, request) : 0;
+  }
+  // All threads of the block together; holds a block barrier.
+  DK_DEVICE void sum(PagedRun& run) {
+    const i32 warp = ptx::warp_index();
+    const i32 lane = ptx::lane_index();
+    requests = warp_requests<kWarps>(args.num_requests, warp);
+    num_tiles = 0;
+    u32 cost = 0;
+    DK_NO_UNROLL
+    for (i32 first = requests.begin; first < requests.end; first += 32) {
+      num_tiles = load(first);
+      cost += static_cast<u32>(paged_request_cost(num_tiles));
+    }
+    own = ptx::reduce_add(cost);
+    if (lane == 0)
+      ptx::store_shared_i32(ptx::smem_addr(&run.warp_cost[warp]), static_cast<i32>(own));
+    ptx::sync_threads();
+    const u32 other =
+        lane < kWarps ? static_cast<u32>(ptx::load_shared_i32(ptx::smem_addr(&run.warp_cost[lane])))
+                      : 0;
+    before = ptx::reduce_add(lane < warp ? other : 0);
+    total = ptx::reduce_add(other);
+  }
+  // Calls visit(request, num_tiles, begin, end), one request per lane with the costs before and
+  // behind it. Converged, also inside the visits.
+  template <class Visit>
+  DK_DEVICE void for_each_request(Visit&& visit) const {
+    const bool one_step = requests.end - requests.begin <= 32;
+    u32 position = before;
+    DK_NO_UNROLL
+    for (i32 first = requests.begin; first < requests.end; first += 32) {
+      const i32 tiles = one_step ? num_tiles : load(first);
+      const u32 cost = static_cast<u32>(paged_request_cost(tiles));
+      const u32 end = position + static_cast<u32>(prefix_sum<1>(static_cast<i32>(cost)));
+      visit(first + ptx::lane_index(), tiles, end - cost, end);
+      position = static_cast<u32>(ptx::shuffle(static_cast<i32>(end), 31));
+    }
+  }
+};
 
-// Writes the cuts where run `run` of `num_runs` equal runs begins and ends into the scratch.
-// All threads of the block together; a block barrier must follow before the cuts are read.
+// Writes the cuts where run `index` of `num_runs` equal runs begins and ends. All threads of the
+// block together; a block barrier must follow before the cuts are read.
 template <i32 kWarps>
-DK_DEVICE void derive_paged_cuts(const PagedMqaLogitsArgs& args, i32 run, i32 num_runs,
-                                 ScheduleScratch& scratch) {
-  const i32 warp = ptx::warp_index();
-  const BlockRange requests = warp_requests<kWarps>(args.num_requests, warp);
-  const ScheduleSums sums = sum_requests<kWarps>(args, requests, warp, scratch);
-  const MqaCutPositions cuts(sums.total, num_runs);
-  i64 position[2];
+DK_DEVICE void derive_paged_run(const PagedMqaLogitsArgs& args, i32 index, i32 num_runs,
+                                PagedRun& run) {
+  CostScan<kWarps, PagedMqaLogitsArgs> scan{.args = args};
+  scan.sum(run);
+  const PagedCutPositions cuts(scan.total, num_runs);
+  u32 position[2];
   bool has_cut = false;
   DK_UNROLL
   for (i32 side = 0; side < 2; ++side) {
-    position[side] = cuts(run + side);
-    has_cut = has_cut || (position[side] >= sums.before && position[side] < sums.before + sums.own);
-    if (ptx::thread_index() == 0 && position[side] >= sums.total)  // the end of the last run
-      store_cut(scratch, side, PagedCut{args.num_requests, 0});
+    position[side] = cuts(index + side);
+    has_cut = has_cut || position[side] - scan.before < scan.own;
+    if (ptx::thread_index() == 0 && position[side] >= scan.total)  // the end of the last run
+      store_cut(run, side, {args.num_requests, 0});
   }
   if (!has_cut) return;  // only the warps that have a cut among their requests look again
-  i64 before = sums.before;
-  for_each_request(args, requests, [&](i32 request, i32 num_tiles) {
-    const CostSpan span = next_span(before, paged_request_cost(num_tiles));
+  scan.for_each_request([&](i32 request, i32 num_tiles, u32 begin, u32 end) {
     DK_UNROLL
     for (i32 side = 0; side < 2; ++side) {
-      if (position[side] >= span.begin && position[side] < span.end)
-        store_cut(scratch, side,
-                  paged_cut_in_request(request, position[side] - span.begin, num_tiles));
+      if (position[side] >= begin && position[side] < end)
+        store_cut(run, side, paged_cut_in_request(request, position[side] - begin, num_tiles));
     }
   });
 }
@@ -155,18 +173,18 @@ DK_DEVICE PagedCut load_paged_cut(const PagedMqaLogitsArgs& args, i32 run, i32 n
   return run == num_runs ? PagedCut{args.num_requests, 0} : paged_cut_of(largest);
 }
 
-// The run of this block, out of the schedule or derived from the lengths, into the scratch. All
-// threads of the block together; a block barrier must follow before the cuts are read.
+// The run of this block, out of the schedule or derived from the lengths. All threads of the block
+// together; a block barrier must follow before the cuts are read.
 template <PagedMqaLogitsSpec S>
-DK_DEVICE void find_paged_run(const PagedMqaLogitsArgs& args, ScheduleScratch& scratch) {
+DK_DEVICE void find_paged_run(const PagedMqaLogitsArgs& args, PagedRun& run) {
   if (args.schedule == nullptr) {
-    derive_paged_cuts<S.num_threads() / 32>(args, ptx::block_index(), ptx::num_blocks(), scratch);
+    derive_paged_run<S.num_threads() / 32>(args, ptx::block_index(), ptx::num_blocks(), run);
     return;
   }
   const i32 side = ptx::warp_index();
   if (side >= 2) return;
   const PagedCut cut = load_paged_cut(args, ptx::block_index() + side, ptx::num_blocks());
-  if (ptx::lane_index() == 0) store_cut(scratch, side, cut);
+  if (ptx::lane_index() == 0) store_cut(run, side, cut);
 }
 
 // The tiles of a request that lie in a run.
@@ -179,35 +197,30 @@ DK_DEVICE TileRange run_tiles(PagedCut begin, PagedCut end, i32 request, i32 num
           request == end.request ? min_of(end.tile, num_tiles) : num_tiles};
 }
 
-// The pre-pass: every cut of num_sms equal runs. All requests are looked at twice: for the sum, and
-// to write the cuts that fall into them.
+// The pre-pass: every cut of num_sms equal runs.
 template <PagedMqaScheduleSpec S>
 DK_DEVICE void paged_mqa_schedule(const PagedMqaScheduleArgs& args) {
   static_assert(S.invalid() == nullptr);
-  static_assert(sizeof(ScheduleScratch) <= S.smem_bytes());
-  constexpr i32 kWarps = S.num_threads() / 32;
-  ScheduleScratch& scratch = ptx::dynamic_smem<ScheduleScratch>();
-  const i32 warp = ptx::warp_index();
-  const BlockRange requests = warp_requests<kWarps>(args.num_requests, warp);
-  const ScheduleSums sums = sum_requests<kWarps>(args, requests, warp, scratch);
+  static_assert(sizeof(PagedRun) <= S.smem_bytes());
+  CostScan<S.num_threads() / 32, PagedMqaScheduleArgs> scan{.args = args};
+  scan.sum(ptx::dynamic_smem<PagedRun>());
   const auto write = [&](i32 index, PagedCut cut) {
     ptx::store_global(args.schedule + 2 * i64{index}, cut.request);
     ptx::store_global(args.schedule + 2 * i64{index} + 1, cut.tile);
   };
-  const MqaCutPositions cuts(sums.total, args.num_sms);
+  const PagedCutPositions cuts(scan.total, args.num_sms);
   // Cuts at the very end: the last one, and all of them where there is nothing to do.
   DK_NO_UNROLL
   for (i32 i = ptx::thread_index(); i <= args.num_sms; i += S.num_threads()) {
-    if (cuts(i) >= sums.total) write(i, {args.num_requests, 0});
+    if (cuts(i) >= scan.total) write(i, {args.num_requests, 0});
   }
-  const float cuts_per_cost = static_cast<float>(args.num_sms) / static_cast<float>(sums.total);
-  i64 before = sums.before;
-  for_each_request(args, requests, [&](i32 request, i32 num_tiles) {
-    const CostSpan span = next_span(before, paged_request_cost(num_tiles));
-    for_each_cut(cuts, args.num_sms, cuts_per_cost, span.begin, span.end,
-                 [&](i32 index, i64 offset) {
-                   write(index, paged_cut_in_request(request, offset, num_tiles));
-                 });
+  scan.for_each_request([&](i32 request, i32 num_tiles, u32 begin, u32 end) {
+    if (begin == end) return;
+    // The first cut at or behind `begin`, then those in the request.
+    const u64 scaled = u64{begin} * static_cast<u32>(args.num_sms) + scan.total - 1;
+    DK_NO_UNROLL
+    for (i32 i = static_cast<i32>(scaled / scan.total); i < args.num_sms && cuts(i) < end; ++i)
+      write(i, paged_cut_in_request(request, cuts(i) - begin, num_tiles));
   });
 }
 

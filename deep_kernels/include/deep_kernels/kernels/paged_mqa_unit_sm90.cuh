@@ -3,8 +3,11 @@
 
 #include "deep_kernels/contract/paged_mqa_logits.h"
 #include "deep_kernels/kernels/mqa_logits_tile.cuh"
+#include "deep_kernels/kernels/mqa_mx.cuh"
 #include "deep_kernels/kernels/paged_mqa_schedule.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
+#include "deep_kernels/tile/fragments.cuh"
+#include "deep_kernels/tile/layout.cuh"
 
 namespace deep_kernels::paged_sm90 {
 
@@ -31,6 +34,18 @@ struct Unit {
   Token token[kRows];
 };
 
+// What MX formats keep beside the weights of a query column.
+template <PagedMqaLogitsSpec S, bool kIsMx = S.is_mx()>
+struct MxSmem {
+  // As given; once the rows are rebased, of the codes.
+  alignas(128) i32 query_exponents[S.query_slots()][S.unit_columns()];
+  // Weights times the power of their row, NaN where the fast way cannot be gone.
+  alignas(128) float powered[S.query_slots()][S.unit_columns()];
+  alignas(8) u64 query_loaded[S.query_slots()];  // scheduler lane 0, and TMA bytes -> scheduler
+};
+template <PagedMqaLogitsSpec S>
+struct MxSmem<S, false> {};
+
 template <PagedMqaLogitsSpec S>
 struct Smem {
   static constexpr i32 kSlots = S.query_slots();
@@ -38,12 +53,13 @@ struct Smem {
   alignas(1024) u8 kv[S.kv_stages][S.kv_stage_bytes()];
   alignas(128) float weights[kSlots][S.unit_columns()];  // in column order
   alignas(128) u32 kv_scale[S.kv_stages][kPagedTileRows];
+  MxSmem<S> mx;
   Unit<S.unit_rows> unit[kSlots];
-  ScheduleScratch schedule;
+  PagedRun run;
   // Each pair: who arrives, who waits.
   alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
-  u64 query_filled[kSlots];            // 33 by the scheduler (lane 0 announces bytes), TMA -> math
-  u64 unit_drained[kSlots];            // all math warps -> scheduler
+  u64 query_filled[kSlots];            // 32 of the scheduler; fp8: one more, and TMA bytes -> math
+  u64 unit_drained[kSlots];            // all math warps and the kv warp -> scheduler
   u64 kv_filled[S.kv_stages];          // kv warp, and TMA bytes -> the group whose turn it is
   u64 kv_drained[S.kv_stages];         // 4 warps of that group -> kv warp
 };
@@ -54,8 +70,9 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
     DK_NO_UNROLL
     for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 33);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), 4 * S.math_groups);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), S.is_mx() ? 32 : 33);
+      if constexpr (S.is_mx()) ptx::mbarrier_init(ptx::smem_addr(&smem.mx.query_loaded[i]), 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), 4 * S.math_groups + 1);
     }
     DK_NO_UNROLL
     for (i32 i = 0; i < S.kv_stages; ++i) {
@@ -66,12 +83,36 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
   }
 }
 
+// Where 16 rows of a tile lie that a warp takes, and how their blocks become operands of an MMA.
+// Packed e2m1 rows are expanded on the way, in the order of query rows (see MxCodes): a lane's word
+// of a block is its codes of that block.
+template <PagedMqaLogitsSpec S>
+struct TileRows {
+  u32 rows;
+
+  DK_DEVICE void load(u32 (&a)[4], i32 block) const {
+    if constexpr (S.format == Format::mxfp4) {
+      const i32 lane = ptx::lane_index();
+      DK_UNROLL
+      for (i32 i = 0; i < 2; ++i) {
+        const u32 at = rows + tile::swizzled_offset<S.row_bytes()>(lane / 4 + 8 * i, block);
+        u32 code[2];
+        expand_e2m1(code, static_cast<u32>(ptx::load_shared_i32(at + 4 * (lane % 4))));
+        a[i] = code[0];
+        a[2 + i] = code[1];
+      }
+    } else {
+      tile::load_a_fragment<S.head_dim>(a, rows, block);
+    }
+  }
+};
+
 // A block starts with equal registers for all, a multiple of 8; what the helpers give up the math
 // warps take.
 template <PagedMqaLogitsSpec S>
 struct RoleRegisters {
   static constexpr i32 kStart = 65536 / S.num_threads() / 8 * 8;
-  static constexpr i32 kHelper = S.math_groups == 4 ? 32 : 56;
+  static constexpr i32 kHelper = S.math_groups == 4 ? 32 : 64;
   static constexpr i32 kMath = min_of(232, (kStart + (kStart - kHelper) / S.math_groups) / 8 * 8);
 };
 

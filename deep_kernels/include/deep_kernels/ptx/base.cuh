@@ -60,6 +60,18 @@ DK_DEVICE void load_shared_f32x2(float (&value)[2], u32 addr) {
                : "r"(addr)
                : "memory");
 }
+// 16 bytes; the address is a multiple of 16.
+DK_DEVICE void load_shared_x4(u32 (&value)[4], u32 addr) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+               : "r"(addr)
+               : "memory");
+}
+DK_DEVICE void store_shared_x4(u32 addr, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
 DK_DEVICE void store_shared_i32(u32 addr, i32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(value) : "memory");
 }
@@ -76,6 +88,11 @@ DK_DEVICE void store_shared_f32(u32 addr, float value) {
 DK_DEVICE i32 load_global(const i32* address) { return __ldg(address); }
 DK_DEVICE float load_global(const float* address) { return __ldg(address); }
 DK_DEVICE u16 load_global(const u16* address) { return __ldg(address); }
+// 16 bytes; the address is a multiple of 16.
+DK_DEVICE void load_global_x4(u32 (&value)[4], const void* address) {
+  const uint4 four = __ldg(static_cast<const uint4*>(address));
+  value[0] = four.x, value[1] = four.y, value[2] = four.z, value[3] = four.w;
+}
 
 // Written by this block before a barrier.
 DK_DEVICE i32 load_global_written(const i32* address) { return *address; }
@@ -109,6 +126,7 @@ DK_DEVICE float mul_sat(float a, float b) {
 }
 DK_DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
 DK_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+DK_DEVICE double double_of(u64 bits) { return __longlong_as_double(static_cast<i64>(bits)); }
 DK_DEVICE float float_of_f16(u16 bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -121,11 +139,30 @@ DK_DEVICE u16 bf16_of(float value) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
+// Pairs of e4m3 and of float16. Exact upwards; back to nearest even, what is too large to +-448.
+DK_DEVICE u32 f16x2_of_e4m3x2(u16 pair) {
+  u32 value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
+  return value;
+}
+DK_DEVICE u16 e4m3x2_of_f16x2(u32 pair) {
+  u16 value;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(value) : "r"(pair));
+  return value;
+}
+DK_DEVICE u32 mul_f16x2(u32 a, u32 b) {
+  u32 value;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(value) : "r"(a), "r"(b));
+  return value;
+}
 
 // --- converged: called by all 32 lanes at one place ----------------------------------------------
 
 DK_DEVICE void sync_warp() { __syncwarp(); }
 DK_DEVICE float shuffle_xor(float value, i32 mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+DK_DEVICE double shuffle_xor(double value, i32 mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 DK_DEVICE i32 shuffle_xor(i32 value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
@@ -135,6 +172,7 @@ DK_DEVICE i32 shuffle_up(i32 value, i32 delta) { return __shfl_up_sync(0xfffffff
 DK_DEVICE i32 shuffle(i32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 DK_DEVICE i32 reduce_min(i32 value) { return __reduce_min_sync(0xffffffffu, value); }
+DK_DEVICE u32 reduce_add(u32 value) { return __reduce_add_sync(0xffffffffu, value); }
 DK_DEVICE i32 reduce_max(i32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
 // --- block barriers ------------------------------------------------------------------------------

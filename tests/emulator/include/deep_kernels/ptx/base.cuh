@@ -62,6 +62,13 @@ inline float load_shared_f32(u32 addr, At at = At::current()) {
 inline void load_shared_f32x2(float (&value)[2], u32 addr, At at = At::current()) {
   emulator::load_shared(value, addr, sizeof(value), at);
 }
+inline void load_shared_x4(u32 (&value)[4], u32 addr, At at = At::current()) {
+  emulator::load_shared(value, addr, sizeof(value), at);
+}
+inline void store_shared_x4(u32 addr, u32 a, u32 b, u32 c, u32 d, At at = At::current()) {
+  const u32 words[4] = {a, b, c, d};
+  emulator::store_shared(addr, words, sizeof(words), at);
+}
 inline void store_shared_i32(u32 addr, i32 value, At at = At::current()) {
   emulator::store_shared(addr, &value, sizeof(value), at);
 }
@@ -88,6 +95,10 @@ inline u16 load_global(const u16* address, At at = At::current()) {
   u16 value;
   emulator::load_global(&value, address, sizeof(value), at);
   return value;
+}
+
+inline void load_global_x4(u32 (&value)[4], const void* address, At at = At::current()) {
+  emulator::load_global(value, address, sizeof(value), at);
 }
 
 inline i32 load_global_written(const i32* address, At at = At::current()) {
@@ -140,7 +151,25 @@ inline u32 bits_of(float value, At at = At::current()) {
   return std::bit_cast<u32>(value);
 }
 inline float float_of(u32 bits) { return std::bit_cast<float>(bits); }
+inline double double_of(u64 bits) { return std::bit_cast<double>(bits); }
 inline float float_of_f16(u16 bits) { return emulator::numeric::float_of_f16(bits); }
+inline u32 f16x2_of_e4m3x2(u16 pair) {
+  return emulator::numeric::f16_of_e4m3(static_cast<u8>(pair)) |
+         static_cast<u32>(emulator::numeric::f16_of_e4m3(static_cast<u8>(pair >> 8))) << 16;
+}
+inline u16 e4m3x2_of_f16x2(u32 pair) {
+  const auto half = [](u32 bits) {
+    return emulator::numeric::e4m3_of(emulator::numeric::float_of_f16(static_cast<u16>(bits)));
+  };
+  return static_cast<u16>(half(pair & 0xffffu) | half(pair >> 16) << 8);
+}
+inline u32 mul_f16x2(u32 a, u32 b) {
+  return emulator::numeric::f16_of(float_of_f16(static_cast<u16>(a)) *
+                                   float_of_f16(static_cast<u16>(b))) |
+         static_cast<u32>(emulator::numeric::f16_of(float_of_f16(static_cast<u16>(a >> 16)) *
+                                                    float_of_f16(static_cast<u16>(b >> 16))))
+             << 16;
+}
 inline float float_of_bf16(u16 bits) { return std::bit_cast<float>(static_cast<u32>(bits) << 16); }
 inline u16 bf16_of(float value, At at = At::current()) {
   emulator::check_poison(value, at);
@@ -154,6 +183,10 @@ inline float shuffle_xor(float value, i32 mask, At at = At::current()) {
   emulator::check_poison(value, at);
   return float_of(
       static_cast<u32>(emulator::meet(Meeting::shuffle_xor, std::bit_cast<u32>(value), mask, at)));
+}
+inline double shuffle_xor(double value, i32 mask, At at = At::current()) {
+  return std::bit_cast<double>(
+      emulator::meet(Meeting::shuffle_xor, std::bit_cast<u64>(value), mask, at));
 }
 inline i32 shuffle_xor(i32 value, i32 mask, At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::shuffle_xor, static_cast<u32>(value), mask, at));
@@ -169,6 +202,9 @@ inline i32 shuffle(i32 value, i32 lane, At at = At::current()) {
 }
 inline bool any(bool predicate, At at = At::current()) {
   return emulator::meet(Meeting::any, predicate ? 1 : 0, 0, at) != 0;
+}
+inline u32 reduce_add(u32 value, At at = At::current()) {
+  return static_cast<u32>(emulator::meet(Meeting::reduce_add, value, 0, at));
 }
 inline i32 reduce_min(i32 value, At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::reduce_min, static_cast<u32>(value), 0, at));
