@@ -1,7 +1,6 @@
 #include "ops/mqa_shared.h"
 
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
@@ -72,15 +71,6 @@ void check_out(const char* op, const at::Tensor& out, at::ScalarType dtype, int6
 DType contract_dtype(at::ScalarType type) {
   return type == at::kFloat ? DType::float32
                             : (type == at::kHalf ? DType::float16 : DType::bfloat16);
-}
-
-at::Tensor packed_scale(const at::Tensor& scale, int64_t num_indices) {
-  if (scale.scalar_type() == at::kInt) return scale;
-  std::vector<int64_t> sizes = scale.sizes().vec();
-  sizes[num_indices] = 4;
-  const at::Tensor bytes = at::zeros(sizes, scale.options().dtype(at::kByte));
-  bytes.narrow(num_indices, 0, scale.size(num_indices)).copy_(scale.view(at::kByte));
-  return bytes.view(at::kInt).select(num_indices, 0);
 }
 
 // Rows are always further apart than they are wide: whether logits are contiguous is then known for

@@ -34,9 +34,6 @@ void check_out(const char* op, const at::Tensor& out, at::ScalarType dtype, int6
 
 DType contract_dtype(at::ScalarType type);
 
-// Exponents of a row as one int32, [..]; float8_e8m0fnu [.., head_dim / 32] is repacked.
-at::Tensor packed_scale(const at::Tensor& scale, int64_t num_indices);
-
 at::Tensor new_logits(int64_t num_q, int64_t width, at::ScalarType dtype, at::Device device);
 // `out` after check_out, as memory to write.
 at::Tensor writable_out(const char* op, const at::Tensor& out);

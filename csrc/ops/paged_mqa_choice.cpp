@@ -51,7 +51,7 @@ PagedMqaLogitsSpec choose_paged_mqa_logits_spec(const PagedMqaLogitsCase& wanted
   const i32 padded = mqa_padded_heads(static_cast<i32>(wanted.num_heads));
   return paged_mqa_logits_spec(arch.backend, wanted.format, static_cast<i32>(wanted.head_dim),
                                padded, wanted.logits_dtype,
-                               paged_unit_rows(padded, static_cast<i32>(wanted.next_n), wanted.indices));
+                               paged_unit_rows(arch.backend, padded, static_cast<i32>(wanted.next_n), wanted.indices));
 }
 
 KernelText kernel_text(const PagedMqaLogitsSpec& spec) {

@@ -8,6 +8,7 @@
 #include "cpu/paged_mqa_logits.h"
 #include "ops/checks.h"
 #include "ops/device.h"
+#include "ops/mqa_rebase.h"
 #include "ops/paged_mqa_check.h"
 #include "runtime/errors.h"
 
@@ -143,7 +144,7 @@ at::Tensor paged_mqa_logits(const PagedMqaLogitsCall& call, const std::optional<
     return logits;
   }
   std::optional<at::Tensor> q_scale;
-  if (call.q_scale) q_scale = mqa::packed_scale(*call.q_scale, /*num_indices=*/3);
+  if (call.q_scale) q_scale = packed_exponents(*call.q_scale);
   const PagedMqaLogitsArgs args = make_args(call, p, q_scale, logits);
   if (on_cpu)
     cpu::paged_mqa_logits(p.format, static_cast<i32>(p.head_dim), wanted.logits_dtype, args);

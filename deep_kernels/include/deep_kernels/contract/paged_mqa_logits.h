@@ -181,16 +181,20 @@ struct PagedMqaLogitsSpec {
   }
   constexpr i32 query_bytes() const { return unit_columns() * head_dim; }          // e4m3, MX too
   constexpr i32 query_load_bytes() const { return unit_columns() * row_bytes(); }  // as they come
-  constexpr i32 kv_stage_bytes() const { return kPagedTileRows * row_bytes(); }
+  constexpr i32 kv_stage_rows() const {
+    return backend == Backend::sm89 ? 2 * kPagedTileRows : kPagedTileRows;
+  }
+  constexpr i32 kv_stage_bytes() const { return kv_stage_rows() * row_bytes(); }
   // Units in flight. On sm90 more than two let short contexts overlap.
   constexpr i32 query_slots() const {
     return backend == Backend::sm89 ? 1 : query_bytes() <= 16384 ? 3 : 2;
   }
 
   constexpr i32 smem_bytes() const {
-    const i32 per_slot = query_bytes() + unit_columns() * 4 + 256;   // rows, weights, unit
-    const i32 per_stage = kv_stage_bytes() + kPagedTileRows * 4;     // rows, scales
-    return query_slots() * per_slot + kv_stages * per_stage + 2048;  // barriers, scan
+    const i32 per_column = is_mx() ? 12 : 4;  // weight; exponents, weight times their power
+    const i32 per_slot = query_bytes() + unit_columns() * per_column + 256;  // rows, columns, unit
+    const i32 per_stage = kv_stage_bytes() + kv_stage_rows() * 4;            // rows, scales
+    return query_slots() * per_slot + kv_stages * per_stage + 2048;          // barriers, scan
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
   static constexpr i32 spill_limit_bytes() { return 0; }
@@ -228,7 +232,7 @@ struct PagedMqaLogitsSpec {
 // (feasibility study for this op on an H200: 8 stages of 64 tokens at 128 bytes are the best of
 // 8, 14 and 23). Smaller rows get as many more stages as keep the bytes.
 constexpr u8 paged_kv_stages(Backend backend, Format format, i32 head_dim) {
-  if (backend == Backend::sm89) return 3;
+  if (backend == Backend::sm89) return head_dim == 128 ? 2 : 3;
   const i32 stages = 8 * 128 / paged_row_bytes(format, head_dim);
   return static_cast<u8>(min_of(stages, 16));
 }
@@ -238,11 +242,15 @@ constexpr u8 paged_math_groups(Backend backend, Format format, i32 num_heads) {
   if (format == Format::fp8) return 4;
   return num_heads == 128 ? 2 : 3;
 }
-// How many rows share a tile: as many as a request has, up to 4, and enough to fill an MMA.
-constexpr u8 paged_unit_rows(i32 padded_heads, i32 next_n, bool has_indices) {
+// How many rows share a tile: as many as a request has, up to 4 or what fits into shared memory,
+// and enough to fill an MMA.
+constexpr i32 paged_max_unit_rows(Backend backend, i32 padded_heads) {
+  return backend == Backend::sm89 && padded_heads == 128 ? 2 : 4;
+}
+constexpr u8 paged_unit_rows(Backend backend, i32 padded_heads, i32 next_n, bool has_indices) {
   const i32 rows = has_indices ? kPagedSharedRows : next_n;
   i32 unit = max_of(1, 32 / padded_heads);
-  while (unit < min_of(rows, 4)) unit *= 2;
+  while (unit < min_of(rows, paged_max_unit_rows(backend, padded_heads))) unit *= 2;
   return static_cast<u8>(unit);
 }
 constexpr PagedMqaLogitsSpec paged_mqa_logits_spec(Backend backend, Format format, i32 head_dim,
@@ -267,7 +275,8 @@ constexpr void for_each_paged_mqa_logits_spec(Backend backend, Visit&& visit) {
     for (i32 head_dim = format == Format::mxfp4 ? 64 : 32; head_dim <= 128; head_dim *= 2)
       for (i32 num_heads = 8; num_heads <= kMqaMaxHeads; num_heads *= 2)
         for (DType logits : dtypes)
-          for (i32 rows = paged_unit_rows(num_heads, 1, false); rows <= 4; rows *= 2)
+          for (i32 rows = paged_unit_rows(backend, num_heads, 1, false);
+               rows <= paged_max_unit_rows(backend, num_heads); rows *= 2)
             visit(paged_mqa_logits_spec(backend, format, head_dim, num_heads, logits, rows));
 }
 

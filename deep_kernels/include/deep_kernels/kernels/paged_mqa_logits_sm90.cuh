@@ -21,44 +21,11 @@ namespace deep_kernels::paged_sm90 {
 
 // --- scheduler warp -----------------------------------------------------------------------------
 
-// Rows of a request that are computed together, and the tiles of it that this block takes.
-struct Work {
-  i32 request;
-  i32 row;       // in the request
-  i32 num_rows;  // from `row` on, at most Spec::unit_rows count
-  i32 longest;   // kv tokens that the request's rows see
-  TileRange tiles;
-};
-
-// Row of logits, and of weights.
-DK_DEVICE i32 first_row(const PagedMqaLogitsArgs& args, const Work& work) {
-  return work.request * args.next_n + work.row;
-}
-
-template <PagedMqaLogitsSpec S>
-DK_DEVICE void post_token(const PagedMqaLogitsArgs& args, const Work& work, i32 token,
-                          Token& posted) {
-  i32 length = 0;
-  i32 store_end = 0;  // of a row that is not there nothing is stored
-  if (token < work.num_rows) {
-    // With indices a unit's rows are requests of their own.
-    const bool by_request = args.indices != nullptr;
-    length = load_row_length(args, by_request ? work.request + token : work.request,
-                             by_request ? 0 : work.row + token);
-    store_end = args.clean ? args.width : length;
-  }
-  ptx::store_shared_i64(ptx::smem_addr(&posted.origin),
-                        (i64{first_row(args, work)} + token) * args.logits_stride);
-  ptx::store_shared_i32(ptx::smem_addr(&posted.length), length);
-  ptx::store_shared_i32(ptx::smem_addr(&posted.store_end), store_end);
-  ptx::store_shared_f32(ptx::smem_addr(&posted.power), 1.0f);
-}
-
 template <PagedMqaLogitsSpec S>
 DK_DEVICE void post_unit(const PagedMqaLogitsArgs& args, const Work& work, Unit<S.unit_rows>& unit,
                          u32 unit_posted) {
   const i32 lane = ptx::lane_index();
-  if (lane < S.unit_rows) post_token<S>(args, work, lane, unit.token[lane]);
+  if (lane < S.unit_rows) post_token(args, work, lane, unit.token[lane]);
   if (lane == 0) {
     ptx::store_shared_i64(ptx::smem_addr(&unit.table), work.request * args.table_stride);
     ptx::store_shared_i32(ptx::smem_addr(&unit.first_tile), work.tiles.begin);
@@ -82,24 +49,6 @@ DK_DEVICE void load_queries(const PagedMqaLogitsArgs& args, const Maps& maps, co
                      by_request ? work.request + token : work.row + token,
                      by_request ? 0 : work.request);
   }
-}
-
-template <PagedMqaLogitsSpec S>
-DK_DEVICE float load_column_weight(const PagedMqaLogitsArgs& args, const Work& work, i32 column) {
-  return load_weight(args, first_row(args, work) + S.token_of(column), S.head_of(column));
-}
-
-// 1.0 for rows and heads that are not there, whose codes are zeros.
-template <PagedMqaLogitsSpec S>
-DK_DEVICE i32 load_column_exponents(const PagedMqaLogitsArgs& args, const Work& work, i32 column) {
-  const i32 token = S.token_of(column);
-  const i32 head = S.head_of(column);
-  if (token >= work.num_rows || head >= args.num_heads) return mx_shared_exponent(kMxBias);
-  const bool by_request = args.indices != nullptr;
-  const i64 request = by_request ? work.request + token : work.request;
-  const i64 row = by_request ? 0 : work.row + token;
-  return ptx::load_global(args.q_scale + request * args.q_scale_request_stride +
-                          row * args.q_scale_row_stride + head * args.q_scale_head_stride);
 }
 
 // The weights once more, divided by powers of two where tokens need it. Converged.
@@ -332,27 +281,6 @@ DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>
   }
 }
 
-// --- cleaner warps -------------------------------------------------------------------------------
-
-// -inf into the columns behind the tiles of every row, pieces of rows dealt to all cleaner warps.
-template <class Logit>
-DK_DEVICE void cleaner_role(const PagedMqaLogitsArgs& args, i32 warp, i32 num_warps) {
-  constexpr i32 kPiece = 8192;  // columns
-  if (!args.clean) return;
-  const i32 pieces = ceil_div(args.width, kPiece);
-  const i64 total = i64{args.num_q} * pieces;
-  DK_NO_UNROLL
-  for (i64 i = ptx::block_index() * num_warps + warp; i < total;
-       i += ptx::num_blocks() * num_warps) {
-    const i32 row = static_cast<i32>(i / pieces);
-    const i32 begin = static_cast<i32>(i % pieces) * kPiece;
-    const RequestRows rows = load_request(args, row / args.next_n);
-    const i32 covered = paged_num_tiles(rows.longest) * kPagedTileRows;
-    fill_row(static_cast<Logit*>(args.logits) + row * args.logits_stride, max_of(begin, covered),
-             min_of(begin + kPiece, args.width));
-  }
-}
-
 }  // namespace deep_kernels::paged_sm90
 
 namespace deep_kernels {
@@ -388,7 +316,7 @@ DK_DEVICE void paged_mqa_logits_sm90(const PagedMqaLogitsArgs& args, const Maps&
     scheduler_role<S>(args, maps, smem);
   } else {
     ptx::role("cleaner");
-    cleaner_role<Logit>(args, helper - 2, 2);
+    fill_behind_tiles<Logit>(args, helper - 2, 2);
   }
 }
 

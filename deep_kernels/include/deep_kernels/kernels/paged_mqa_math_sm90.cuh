@@ -13,33 +13,10 @@
 
 namespace deep_kernels::paged_sm90 {
 
-// MX: exponents of kv rows as factors. A row goes the fast way when all its factors lie between
-// 2^-63 and 2^64: then neither the scores nor the sums over heads leave float32.
-template <PagedMqaLogitsSpec S>
-struct RowExponents {
-  static constexpr i32 kBlocks = S.head_dim / kMxBlock;
-  static constexpr u32 kTopBits = kBlocks == 4 ? 0x80808080u : kBlocks == 2 ? 0x8080u : 0x80u;
-  // Packed rows are expanded to codes of 2^kCodeExponent times their value, and not rebased.
-  static constexpr i32 kCodeExponent = S.format == Format::mxfp4 ? -6 : 0;
-
-  // The upper two bits of every exponent must differ.
-  static DK_DEVICE bool is_fast(u32 exponents) {
-    return ((exponents ^ exponents << 1) & kTopBits) == kTopBits;
-  }
-  static DK_DEVICE float factor(u32 exponents, i32 block) {
-    return ptx::float_of((exponents >> (8 * block) & 0xffu) << 23);
-  }
-  // What the row's logits are multiplied by; NaN asks for the exact way.
-  static DK_DEVICE float scale(u32 exponents) {
-    constexpr u32 kScale = static_cast<u32>(kMxBias - kCodeExponent) << 23;
-    return ptx::float_of(is_fast(exponents) ? kScale : kNotANumber);
-  }
-};
-
 template <PagedMqaLogitsSpec S>
 struct Math {
-  using Sum = HeadSum<S.order(), /*kMaySaturate=*/false>;
-  using Logit = typename LogitStorage<S.logits_dtype>::Type;
+  using Lane = LaneLogits<S>;
+  using Sum = typename Lane::Sum;
   using Descriptor = tile::KMajorDescriptor<S.head_dim>;
   using Exponents = RowExponents<S>;
   static constexpr i32 kColumns = S.pass_columns();
@@ -116,26 +93,6 @@ struct Math {
   DK_DEVICE u32 token_at(i32 pass) const {
     return tokens + pass * S.order().tokens() * sizeof(Token);
   }
-  // -inf behind the row's length: what lies there may be anything.
-  DK_DEVICE void finish(float (&logit)[Sum::kRows], const float (&scale)[Sum::kRows], u32 token,
-                        i32 column) const {
-    const i32 length = ptx::load_shared_i32(token + Token::kLengthAt);
-    const float power = ptx::load_shared_f32(token + Token::kPowerAt);
-    DK_UNROLL
-    for (i32 i = 0; i < Sum::kRows; ++i) {
-      const float value = S.is_mx() ? logit[i] * scale[i] : scaled_sum(logit[i], scale[i], power);
-      logit[i] = column + 8 * i < length ? value : ptx::float_of(kNegativeInfinity);
-    }
-  }
-  DK_DEVICE void store(const float (&logit)[Sum::kRows], u32 token, i32 column) const {
-    const i32 store_end = ptx::load_shared_i32(token + Token::kStoreEndAt);
-    Logit* row = static_cast<Logit*>(args.logits) + ptx::load_shared_i64(token) + column;
-    if (!Sum::stores()) return;
-    DK_UNROLL
-    for (i32 i = 0; i < Sum::kRows; ++i)
-      if (column + 8 * i < store_end) store_logit(row + 8 * i, logit[i]);
-  }
-
   DK_DEVICE u32 kv_exponents(i32 row) const {
     return static_cast<u32>(ptx::load_shared_i32(ptx::smem_addr(&smem.kv_scale[stages.slot][row])));
   }
@@ -152,8 +109,6 @@ struct Math {
   }
   // MX: logits that the fast way has made NaN, once more the exact way.
   DK_DEVICE void mend(float (&logit)[1][Sum::kRows], i32 pass) const {
-    using Wide =
-        WideSum<S.order(), S.head_dim, mx_code_exponent(S.format) + Exponents::kCodeExponent>;
     const i32 row = warp_row + ptx::lane_index() / 4;
     const i32 column = pass * kColumns;
     const WideOperands<TileRows<S>> at{
@@ -163,7 +118,7 @@ struct Math {
         .query = ptx::smem_addr(&smem.query[slot][column * S.head_dim]),
         .query_exponents = ptx::smem_addr(&smem.mx.query_exponents[slot][column]),
         .weights = ptx::smem_addr(&smem.weights[slot][column])};
-    Wide::mend(logit, at, 0);
+    PagedWideSum<S>::mend(logit, at, 0);
   }
 
   // Rows and scales are read: the stage may be refilled.
@@ -203,12 +158,12 @@ struct Math {
     float logit[1][Sum::kRows];
     Sum::template add_set<0>(sum, x, weight);
     Sum::join(logit, sum);
-    finish(logit[0], scale, token_at(pass), column);
+    Lane::finish(logit[0], scale, token_at(pass), column);
     if constexpr (S.is_mx()) {
       mend(logit, pass);
       if (is_last) release_stage();
     }
-    store(logit[0], token_at(pass), column);
+    Lane::store(args.logits, logit[0], token_at(pass), column);
   }
 
   // The weights that the fast way takes, from the lane's first column on.

@@ -2,27 +2,13 @@
 #pragma once
 
 #include "deep_kernels/contract/paged_mqa_logits.h"
-#include "deep_kernels/kernels/mqa_logits_tile.cuh"
-#include "deep_kernels/kernels/mqa_mx.cuh"
 #include "deep_kernels/kernels/paged_mqa_schedule.cuh"
+#include "deep_kernels/kernels/paged_mqa_unit.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
-#include "deep_kernels/tile/fragments.cuh"
-#include "deep_kernels/tile/layout.cuh"
 
 namespace deep_kernels::paged_sm90 {
 
-struct Token {
-  i64 origin;     // element of logits where the row begins
-  i32 length;     // kv tokens that the row sees
-  i32 store_end;  // columns that are stored, -inf behind the length
-  float power;    // that the logits of the token owe, see owed_power
-
-  // Bytes before a member: one register with a token's address serves all of them.
-  static constexpr u32 kLengthAt = 8;
-  static constexpr u32 kStoreEndAt = 12;
-  static constexpr u32 kPowerAt = 16;
-};
-static_assert(sizeof(Token) == 24);
+using namespace paged;
 
 // Rows that are computed together and the run of their tiles that this block takes.
 template <i32 kRows>
@@ -82,30 +68,6 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
     ptx::fence_mbarrier_init();
   }
 }
-
-// Where 16 rows of a tile lie that a warp takes, and how their blocks become operands of an MMA.
-// Packed e2m1 rows are expanded on the way, in the order of query rows (see MxCodes): a lane's word
-// of a block is its codes of that block.
-template <PagedMqaLogitsSpec S>
-struct TileRows {
-  u32 rows;
-
-  DK_DEVICE void load(u32 (&a)[4], i32 block) const {
-    if constexpr (S.format == Format::mxfp4) {
-      const i32 lane = ptx::lane_index();
-      DK_UNROLL
-      for (i32 i = 0; i < 2; ++i) {
-        const u32 at = rows + tile::swizzled_offset<S.row_bytes()>(lane / 4 + 8 * i, block);
-        u32 code[2];
-        expand_e2m1(code, static_cast<u32>(ptx::load_shared_i32(at + 4 * (lane % 4))));
-        a[i] = code[0];
-        a[2 + i] = code[1];
-      }
-    } else {
-      tile::load_a_fragment<S.head_dim>(a, rows, block);
-    }
-  }
-};
 
 // A block starts with equal registers for all, a multiple of 8; what the helpers give up the math
 // warps take.
