@@ -186,9 +186,10 @@ struct PagedMqaLogitsSpec {
   }
 
   constexpr i32 smem_bytes() const {
-    const i32 per_slot = query_bytes() + unit_columns() * 4 + 256;   // rows, weights, unit
-    const i32 per_stage = kv_stage_bytes() + kPagedTileRows * 4;     // rows, scales
-    return query_slots() * per_slot + kv_stages * per_stage + 2048;  // barriers, scan
+    const i32 per_column = is_mx() ? 12 : 4;  // weight; exponents, weight times their power
+    const i32 per_slot = query_bytes() + unit_columns() * per_column + 256;  // rows, columns, unit
+    const i32 per_stage = kv_stage_bytes() + kPagedTileRows * 4;             // rows, scales
+    return query_slots() * per_slot + kv_stages * per_stage + 2048;          // barriers, scan
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
   static constexpr i32 spill_limit_bytes() { return 0; }
