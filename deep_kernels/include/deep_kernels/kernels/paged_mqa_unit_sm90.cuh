@@ -83,23 +83,27 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
   }
 }
 
-// Where 16 rows of a tile lie that a warp takes, and how their blocks become operands of an MMA.
-// Packed e2m1 rows are expanded on the way, in the order of query rows (see MxCodes): a lane's word
-// of a block is its codes of that block.
+// Where the 16 rows of a tile lie that a warp takes, and how their blocks become operands of an
+// MMA. Packed e2m1 rows are expanded on the way: a lane's word of a block is all that it brings of
+// it, which makes the order that of query rows, see MxCodes.
 template <PagedMqaLogitsSpec S>
 struct TileRows {
   u32 rows;
 
+  // MXFP4: word of row lane / 4 + 8 r.
+  DK_DEVICE u32 word(i32 r, i32 block) const {
+    const i32 lane = ptx::lane_index();
+    const u32 chunk = tile::swizzled_offset<S.row_bytes()>(lane / 4, block) + 8 * r * S.row_bytes();
+    return static_cast<u32>(ptx::load_shared_i32(rows + chunk + 4 * (lane % 4)));
+  }
   DK_DEVICE void load(u32 (&a)[4], i32 block) const {
     if constexpr (S.format == Format::mxfp4) {
-      const i32 lane = ptx::lane_index();
       DK_UNROLL
-      for (i32 i = 0; i < 2; ++i) {
-        const u32 at = rows + tile::swizzled_offset<S.row_bytes()>(lane / 4 + 8 * i, block);
+      for (i32 r = 0; r < 2; ++r) {
         u32 code[2];
-        expand_e2m1(code, static_cast<u32>(ptx::load_shared_i32(at + 4 * (lane % 4))));
-        a[i] = code[0];
-        a[2 + i] = code[1];
+        expand_e2m1(code, word(r, block));
+        a[r] = code[0];
+        a[2 + r] = code[1];
       }
     } else {
       tile::load_a_fragment<S.head_dim>(a, rows, block);
