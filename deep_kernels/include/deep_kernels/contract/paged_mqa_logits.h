@@ -198,8 +198,12 @@ struct PagedMqaLogitsSpec {
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
   static constexpr i32 spill_limit_bytes() { return 0; }
-  // wgmma instructions that the machine code must hold: one tile, head_dim / 32 k-steps.
-  constexpr i32 num_wgmma() const { return backend == Backend::sm90 ? head_dim / 32 : 0; }
+  // wgmma instructions that the machine code must hold: one tile, head_dim / 32 k-steps; of mxfp4
+  // positive and negative elements apart.
+  constexpr i32 num_wgmma() const {
+    if (backend != Backend::sm90) return 0;
+    return (format == Format::mxfp4 ? 2 : 1) * head_dim / 32;
+  }
 
   constexpr i32 grid(const PagedMqaLogitsArgs& args, i32 num_sms) const {
     const i64 tiles = i64{args.num_requests} * max_of(1, paged_num_tiles(args.width));

@@ -25,13 +25,15 @@ DK_DEVICE i32 mx_shared_exponent(i32 exponent) {
   return static_cast<i32>(static_cast<u32>(exponent) * 0x01010101u);
 }
 
-// Eight e2m1 codes of a word as two words of e4m3 codes that are 2^-6 times their value: sign, two
-// bits of exponent and one of mantissa keep their meaning at these places, subnormals too. The odd
-// elements come second.
+// Eight e2m1 codes of a word as two words of e4m3 codes, in order, that are 2^-6 times their value:
+// sign, two bits of exponent and one of mantissa keep their meaning at these places, subnormals
+// too.
 DK_DEVICE void expand_e2m1(u32 (&code)[2], u32 packed) {
-  const u32 even = packed << 4;
-  code[0] = (even & 0x80808080u) | (even >> 2 & 0x1c1c1c1cu);
-  code[1] = (packed & 0x80808080u) | (packed >> 2 & 0x1c1c1c1cu);
+  const u32 low = packed << 4;  // elements 0, 2, 4, 6
+  const u32 even = (low & 0x80808080u) | (low >> 2 & 0x1c1c1c1cu);
+  const u32 odd = (packed & 0x80808080u) | (packed >> 2 & 0x1c1c1c1cu);
+  code[0] = ptx::byte_permute(even, odd, 0x5140);
+  code[1] = ptx::byte_permute(even, odd, 0x7362);
 }
 
 // One block of 32 elements as e4m3 codes, before it is rebased: e4m3 as they came, e2m1 expanded.

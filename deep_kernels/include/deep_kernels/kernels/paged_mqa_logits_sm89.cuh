@@ -106,7 +106,7 @@ template <PagedMqaLogitsSpec S>
 struct Math {
   using Lane = LaneLogits<S>;
   using Sum = typename Lane::Sum;
-  using Exponents = RowExponents<S>;
+  using Row = BlockScaledRow<S>;
   static constexpr i32 kSteps = S.head_dim / 32;  // k-steps of the MMA, blocks of MX formats
   static constexpr i32 kPassOctets = S.pass_columns() / 8;
   static_assert(Sum::kSets == 1 && Sum::kSlots == 1);
@@ -141,7 +141,7 @@ struct Math {
         ptx::mma_m16n8k32_e4m3(part, a[step], b[step]);
         DK_UNROLL
         for (i32 i = 0; i < 4; ++i)
-          x[i] = ptx::fma(part[i], Exponents::factor(exponents[i / 2], step), x[i]);
+          x[i] = ptx::fma(part[i], Row{exponents[i / 2]}.factor(step), x[i]);
       } else {
         ptx::mma_m16n8k32_e4m3(x, a[step], b[step]);
       }
@@ -169,7 +169,7 @@ struct Math {
 
   DK_DEVICE float scale_of(u32 bits) const {
     if constexpr (S.is_mx())
-      return Exponents::scale(bits);
+      return Row{bits}.scale();
     else
       return ptx::float_of(bits);
   }

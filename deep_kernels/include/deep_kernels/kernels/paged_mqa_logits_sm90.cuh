@@ -186,13 +186,15 @@ DK_DEVICE void fill_unit(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<
 template <PagedMqaLogitsSpec S, class Maps>
 DK_DEVICE void scheduler_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
   auto slots = tile::Ring<S.query_slots()>::filler();
-  const PagedCut begin = stored_cut(smem.run, 0);
-  const PagedCut end = stored_cut(smem.run, 1);
-  const i32 last = min_of(end.tile > 0 ? end.request : end.request - 1, args.num_requests - 1);
+  i32 request = stored_cut(smem.run, 0).request;
+  i32 end = stored_cut(smem.run, 1).request;
+  if (stored_cut(smem.run, 1).tile > 0) end = min_of(end + 1, args.num_requests);
   DK_NO_UNROLL
-  for (i32 request = begin.request; request <= last; ++request) {
+  for (; request < end; ++request) {
     const RequestRows rows = load_request(args, request);
-    const TileRange tiles = run_tiles(begin, end, request, paged_num_tiles(rows.longest));
+    // The cuts are read again for every request: registers are scarcer than these loads.
+    const TileRange tiles = run_tiles(stored_cut(smem.run, 0), stored_cut(smem.run, 1), request,
+                                      paged_num_tiles(rows.longest));
     if (tiles.begin >= tiles.end) continue;
     DK_NO_UNROLL
     for (i32 row = 0; row < rows.count; row += S.unit_rows, slots.next())

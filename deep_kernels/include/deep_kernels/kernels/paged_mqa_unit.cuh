@@ -81,46 +81,50 @@ DK_DEVICE i32 load_column_exponents(const PagedMqaLogitsArgs& args, const Work& 
 
 // --- kv rows -------------------------------------------------------------------------------------
 
-// MX: exponents of kv rows as factors. A row goes the fast way when all its factors lie between
-// 2^-63 and 2^64: then neither the scores nor the sums over heads leave float32.
+// MX: what a kv row's exponents are to a fast way that scales the scores block by block. All must
+// lie between 2^-63 and 2^64: then neither the scores nor the sums over heads leave float32.
 template <PagedMqaLogitsSpec S>
-struct RowExponents {
+struct BlockScaledRow {
   static constexpr i32 kBlocks = S.head_dim / kMxBlock;
   static constexpr u32 kTopBits = kBlocks == 4 ? 0x80808080u : kBlocks == 2 ? 0x8080u : 0x80u;
-  // Packed rows are expanded to codes of 2^kCodeExponent times their value, and not rebased.
-  static constexpr i32 kCodeExponent = S.format == Format::mxfp4 ? -6 : 0;
+  // Packed elements are expanded to 2^kExpanded times their value, see expand_e2m1.
+  static constexpr i32 kExpanded = S.format == Format::mxfp4 ? -6 : 0;
 
-  // The upper two bits of every exponent must differ.
-  static DK_DEVICE bool is_fast(u32 exponents) {
-    return ((exponents ^ exponents << 1) & kTopBits) == kTopBits;
-  }
-  static DK_DEVICE float factor(u32 exponents, i32 block) {
+  u32 exponents;
+
+  DK_DEVICE float factor(i32 block) const {
     return ptx::float_of((exponents >> (8 * block) & 0xffu) << 23);
   }
-  // What the row's logits are multiplied by; NaN asks for the exact way.
-  static DK_DEVICE float scale(u32 exponents) {
-    constexpr u32 kScale = static_cast<u32>(kMxBias - kCodeExponent) << 23;
-    return ptx::float_of(is_fast(exponents) ? kScale : kNotANumber);
+  // What the row's logits are multiplied by; NaN asks for the exact way. The upper two bits of
+  // every exponent must differ.
+  DK_DEVICE float scale() const {
+    constexpr u32 kUnit = static_cast<u32>(kMxBias - kExpanded) << 23;
+    const bool is_fast = ((exponents ^ exponents << 1) & kTopBits) == kTopBits;
+    return ptx::float_of(is_fast ? kUnit : kNotANumber);
   }
 };
 
-// Where 16 rows of a tile lie that a warp takes, and how their blocks become operands of an MMA.
-// Packed e2m1 rows are expanded on the way, in the order of query rows (see MxCodes): a lane's word
-// of a block is its codes of that block.
+// Where the 16 rows of a tile lie that a warp takes, and how their blocks become operands of an
+// MMA. Packed e2m1 rows are expanded on the way: a lane's word of a block is all that it brings of
+// it, which makes the order that of query rows, see MxCodes.
 template <PagedMqaLogitsSpec S>
 struct TileRows {
   u32 rows;
 
+  // MXFP4: word of row lane / 4 + 8 r.
+  DK_DEVICE u32 word(i32 r, i32 block) const {
+    const i32 lane = ptx::lane_index();
+    const u32 chunk = tile::swizzled_offset<S.row_bytes()>(lane / 4, block) + 8 * r * S.row_bytes();
+    return static_cast<u32>(ptx::load_shared_i32(rows + chunk + 4 * (lane % 4)));
+  }
   DK_DEVICE void load(u32 (&a)[4], i32 block) const {
     if constexpr (S.format == Format::mxfp4) {
-      const i32 lane = ptx::lane_index();
       DK_UNROLL
-      for (i32 i = 0; i < 2; ++i) {
-        const u32 at = rows + tile::swizzled_offset<S.row_bytes()>(lane / 4 + 8 * i, block);
+      for (i32 r = 0; r < 2; ++r) {
         u32 code[2];
-        expand_e2m1(code, static_cast<u32>(ptx::load_shared_i32(at + 4 * (lane % 4))));
-        a[i] = code[0];
-        a[2 + i] = code[1];
+        expand_e2m1(code, word(r, block));
+        a[r] = code[0];
+        a[2 + r] = code[1];
       }
     } else {
       tile::load_a_fragment<S.head_dim>(a, rows, block);
@@ -128,10 +132,10 @@ struct TileRows {
   }
 };
 
-// Logits that the fast way has made NaN, once more the exact way.
+// Logits that the fast way has made NaN, once more the exact way. Query rows were rebased.
 template <PagedMqaLogitsSpec S>
 using PagedWideSum =
-    WideSum<S.order(), S.head_dim, mx_code_exponent(S.format) + RowExponents<S>::kCodeExponent>;
+    WideSum<S.order(), S.head_dim, mx_code_exponent(S.format) + BlockScaledRow<S>::kExpanded>;
 
 // --- logits --------------------------------------------------------------------------------------
 

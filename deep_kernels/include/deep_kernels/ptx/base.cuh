@@ -139,6 +139,13 @@ DK_DEVICE u16 bf16_of(float value) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
+// Four bytes out of the eight of a (0 to 3) and b (4 to 7): nibble i of the selector's lower half
+// names the one for byte i; with its top bit, that byte's sign eight times over.
+DK_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
+  u32 value;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(a), "r"(b), "r"(selector));
+  return value;
+}
 // Pairs of e4m3 and of float16. Exact upwards; back to nearest even, what is too large to +-448.
 DK_DEVICE u32 f16x2_of_e4m3x2(u16 pair) {
   u32 value;

@@ -1,6 +1,6 @@
-// Operands of mma.sync m16n8k32 out of swizzled rows in shared memory. Rows are read 8 at a time from a
-// multiple of 8 rows on, so that the swizzle of a lane's address depends on the lane and the k-step
-// alone.
+// Operands of mma.sync m16n8k32 out of swizzled rows in shared memory. Rows are read 8 at a time
+// from a multiple of 8 rows on, so that the swizzle of a lane's address depends on the lane and the
+// k-step alone.
 #pragma once
 
 #include "deep_kernels/ptx/base.cuh"

@@ -153,6 +153,9 @@ inline u32 bits_of(float value, At at = At::current()) {
 inline float float_of(u32 bits) { return std::bit_cast<float>(bits); }
 inline double double_of(u64 bits) { return std::bit_cast<double>(bits); }
 inline float float_of_f16(u16 bits) { return emulator::numeric::float_of_f16(bits); }
+inline u32 byte_permute(u32 a, u32 b, u32 selector) {
+  return emulator::numeric::byte_permute(a, b, selector);
+}
 inline u32 f16x2_of_e4m3x2(u16 pair) {
   return emulator::numeric::f16_of_e4m3(static_cast<u8>(pair)) |
          static_cast<u32>(emulator::numeric::f16_of_e4m3(static_cast<u8>(pair >> 8))) << 16;
