@@ -92,7 +92,12 @@ def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None, arch: str | None, /
 ) -> Tensor: ...  # or NotImplemented
 def check_get_paged_mqa_logits_metadata(
-    context_lens: Tensor, block_kv: int | torch.SymInt, num_sms: int | torch.SymInt, indices: Tensor | None, arch: str | None, /
+    context_lens: Tensor,
+    block_kv: int | torch.SymInt,
+    num_sms: int | torch.SymInt,
+    indices: Tensor | None,
+    arch: str | None,
+    /,
 ) -> None: ...
 def ops() -> list[str]: ...
 def supported(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> str | None: ...
