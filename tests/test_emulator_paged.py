@@ -174,7 +174,7 @@ def test_bits_do_not_depend_on_what_locals_held(base: PagedCase, arch: str) -> N
 
 @EVERY_BASE
 def test_lengths_and_tables_at_the_limits(base: PagedCase, arch: str) -> None:
-    """Lengths at the limits of int32, and entries inside a context that name no page: nothing is read beside the cache."""
+    """Lengths at the limits of int32, and entries inside a context that name no page: all reads stay in the cache."""
     inputs = base.make_inputs()
     low, high = -(2**31), 2**31 - 1
     lens = inputs.context_lens.clone()
