@@ -133,8 +133,8 @@ def _render_row(row: CleanRow) -> str:
 def parse(text: str) -> list[CleanRow]:
     """The rows of a text that `render` made of rows in order; any other is refused."""
     rows = [
-        CleanRow(*words, gpu=gpu, date=date, gain=float(gain), reason=reason)
-        for *words, gpu, date, gain, reason in _ROW.findall(text)
+        CleanRow(backend, format, schedule, placement, gpu, date, float(gain), reason)
+        for backend, format, schedule, placement, gpu, date, gain, reason in _ROW.findall(text)
     ]
     if render(merged([], rows)) != text:
         raise ValueError("the table is not what the tuner writes: it was changed by hand")

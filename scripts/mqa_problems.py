@@ -14,7 +14,7 @@ from deep_kernels import formats
 
 OP = "fp8_fp4_mqa_logits"
 _BLOCK = 32  # elements of an MX block
-_NUM_DOCUMENTS = 12  # of ragged windows
+_NUM_DOCUMENTS = 4  # of ragged windows
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,10 @@ class Shape:
         words += [self.format] * (self.format != "fp8") + [self.windows] * (self.windows != "causal")
         return " ".join(words)
 
-    def refusal(self, arch: str | None = None) -> str | None:
-        """Why it cannot run, or None."""
-        return dk.supported(
-            OP,
-            arch,
-            format=self.format,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            logits_dtype=self.logits,
-        )
+    def refusal(self, arch: str | None = None, **more: str) -> str | None:
+        """Why it cannot run, or None; `more` are further fields of the case."""
+        case = {"format": self.format, "num_heads": self.num_heads, "head_dim": self.head_dim}
+        return dk.supported(OP, arch, **case, logits_dtype=self.logits, **more)
 
 
 @dataclass(frozen=True)
