@@ -79,14 +79,14 @@ def require_same_bits(shape: Shape, calls: dict[tuple[str, str], Callable[[], to
             raise RuntimeError(f"tune: {shape.label}: {' / '.join(key)} does not give the bits of the first variant")
 
 
-def measure(backend: str, arch: str | None, formats: tuple[str, ...], samples: int) -> Times:
+def measure(backend: str, arch: str | None, formats: tuple[str, ...], samples: int, device: str = "cuda") -> Times:
     """Times of all variants of every shape that the card can run."""
     results = []
     for shape in (replace(shape, format=format) for format in formats for shape in SHAPES):
         if reason := shape.refusal(arch):
             print(f"tune: {shape.label} is left out: {reason}", file=sys.stderr)
             continue
-        calls = calls_of(shape, arch, "cuda")
+        calls = calls_of(shape, arch, device)
         require_same_bits(shape, calls)
         names = {"/".join(key): function for key, function in calls.items()}
         timings = timing.measure(names, samples, calls=4)

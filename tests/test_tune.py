@@ -337,6 +337,34 @@ def test_unlike_outputs_stop_the_tuner() -> None:
         tuner.require_same_bits(tuner.SHAPES[0], calls)
 
 
+def test_a_run_from_measuring_to_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On CPU tensors with made-up times: a format that is refused is named and has no row."""
+    small = replace(tuner.SHAPES[0], num_q=16, num_kv=300, num_heads=8)
+    monkeypatch.setattr(tuner, "SHAPES", (small, replace(small, num_q=8)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    refusals = {"mxfp8": "no kernel for it"}
+    monkeypatch.setattr(tuner.Shape, "refusal", lambda self, arch: refusals.get(self.format))
+
+    def measured(functions: dict[str, Callable[[], Any]], samples: int, calls: int) -> dict[str, Any]:
+        assert samples == 9 and calls > 0
+        assert all(function().shape[1] == 300 for function in functions.values())
+        slow = {"derived/deferred": 110.0, "metadata/concurrent": 120.0}
+        return {name: tuner.timing.Timing([slow.get(name, 100.0)] * samples) for name in functions}
+
+    monkeypatch.setattr(tuner.timing, "measure", measured)
+    times = json.loads(json.dumps(tuner.measure("sm90", None, table.FORMATS, 9, device="cpu")))
+    errors = capsys.readouterr().err
+    assert errors.count("is left out: no kernel for it") == 2
+    assert errors.count("derived/deferred 110.0") == 4
+    rows = {row.key: (row.placement, row.gain, row.gpu) for row in tuner.rows_of(times)}
+    assert rows == {
+        ("sm90", format, schedule): (placement, gain, "a card")
+        for format in ("fp8", "mxfp4")
+        for schedule, placement, gain in (("derived", "concurrent", 0.1), ("metadata", "deferred", 0.2))
+    }
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_run_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small shapes: what is measured, not how fast."""
