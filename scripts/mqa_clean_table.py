@@ -73,10 +73,9 @@ def decide(key: Key, comparisons: Sequence[Comparison], gpu: str, date: str) -> 
     placement, other = PLACEMENTS if log_ratio > 0 else reversed(PLACEMENTS)
     excess = math.expm1(abs(log_ratio))
     shapes = ", ".join(f"{one.label} {math.expm1(one.log_ratio()):+.1%}" for one in comparisons)
+    reason = f"{other} takes {excess:.2%} +- {error:.2%} longer; deferred over concurrent: {shapes}"
     if excess < MIN_GAIN or abs(log_ratio) < error:
-        reason = f"no difference: {other} {excess:+.2%} +- {error:.2%}; deferred over concurrent: {shapes}"
-        return CleanRow(*key, "concurrent", gpu, date, 0.0, reason)
-    reason = f"{other} {excess:+.2%} +- {error:.2%}; deferred over concurrent: {shapes}"
+        return CleanRow(*key, "concurrent", gpu, date, 0.0, f"no difference: {reason}")
     return CleanRow(*key, placement, gpu, date, round(excess, 4), reason)
 
 

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import mqa_clean_table
 import timing
 from mqa_clean_table import FORMATS, PLACEMENTS, SCHEDULES, CleanRow, Comparison
-from mqa_problems import Shape, call_of, make_problem, metadata_of
+from mqa_problems import OP, Shape, call_of, make_problem, metadata_of
 
-from deep_kernels import _C
+import deep_kernels as dk
 from deep_kernels import tune as command
 
 TABLE = Path(__file__).resolve().parent.parent / "csrc" / "ops" / "mqa_clean_table.h"
@@ -153,11 +153,10 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def backend_of(arch: str | None) -> str:
-    """The backend that calls with this `arch` use on the card at hand."""
-    major, minor = torch.cuda.get_device_capability()
-    backend, _ = _C.arch_of_card(10 * major + minor)
-    named = (arch or backend).split(":")[0]
-    return named if named in mqa_clean_table.BACKENDS else backend
+    """The backend whose kernels calls with this `arch` use on the card at hand."""
+    case = {"op": OP, "num_heads": 8, "head_dim": 32}
+    spec: dict[str, Any] = json.loads(dk.prepare([case], arch=arch)[0]["about"])["spec"]
+    return str(spec["backend"])
 
 
 def main() -> int:

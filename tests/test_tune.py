@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -46,10 +47,6 @@ def decide(*comparisons: Any) -> Any:
     return table.decide(KEY, comparisons, "a card", "2026-01-02")
 
 
-def other_reason(row: Any) -> str:
-    return row.reason.split(";")[0]
-
-
 # ------------------------------------------------------------------------------------------ decisions
 
 
@@ -62,7 +59,7 @@ def test_a_clear_winner(ratio: float, placement: str, gain: float) -> None:
     assert (row.placement, row.gain) == (placement, pytest.approx(gain, abs=1e-4))
     assert (row.key, row.gpu, row.date) == (KEY, "a card", "2026-01-02")
     slower = "deferred" if placement == "concurrent" else "concurrent"
-    assert other_reason(row).startswith(f"{slower} +{gain:.2%} +- 0.0")
+    assert re.fullmatch(rf"{slower} takes {gain:.2%} \+- 0.0\d% longer", row.reason.split(";")[0])
     assert f"2048/32768 H64 {ratio - 1:+.1%}" in row.reason
 
 
@@ -78,7 +75,7 @@ def test_what_drowns_in_noise_is_no_difference() -> None:
     """The same 2% that few rounds cannot tell from none, many can."""
     few, many = (decide(rounds(0.98, noise=0.2, count=count)) for count in (8, 800))
     assert (few.placement, few.gain) == ("concurrent", 0.0)
-    assert few.reason.startswith("no difference: concurrent +2.")
+    assert few.reason.startswith("no difference: concurrent takes 2.")
     assert (many.placement, many.gain) == ("deferred", pytest.approx(0.0204, abs=2e-3))
 
 
@@ -327,6 +324,13 @@ def test_each_call_is_placed_and_the_setting_comes_back(monkeypatch: pytest.Monk
     monkeypatch.setenv("DEEP_KERNELS_MQA_CLEAN", "deferred")
     next(iter(calls.values()))()
     assert os.environ["DEEP_KERNELS_MQA_CLEAN"] == "deferred"
+
+
+@pytest.mark.parametrize(("arch", "backend"), (("sm_90", "sm89"), ("sm89:sm_90a", "sm89"), ("sm_90a", "sm90")))
+def test_rows_are_those_of_the_kernels_that_run(
+    no_settings: Path, nvrtc: tuple[str, str], arch: str, backend: str
+) -> None:
+    assert tuner.backend_of(arch) == backend
 
 
 def test_unlike_outputs_stop_the_tuner() -> None:
