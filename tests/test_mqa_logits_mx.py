@@ -174,7 +174,7 @@ def assert_close_everywhere(backend: Backend, inputs: Inputs) -> None:
     rounded = reference.float().double()
     oracle.assert_special_values(logits, rounded, inside)
     finite = inside & rounded.isfinite()
-    rtol, atol = (1e-6, 2.0**-149) if backend.device == "cpu" else (1e-3, 2.0**-126)
+    rtol, atol = (1e-6, 2.0**-149) if backend.device == "cpu" else (2e-3, 2.0**-126)
     error = (logits - rounded).abs()
     bad = finite & (error > rtol * rounded.abs() + atol)
     assert not bad.any(), f"{int(bad.sum())} logits, the first at {bad.nonzero()[0].tolist()}"
