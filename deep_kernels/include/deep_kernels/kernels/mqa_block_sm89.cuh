@@ -83,13 +83,13 @@ struct ColumnWeights {
     const i32 warp = ptx::warp_index();
     bool extreme = false;
     for (i32 column = ptx::thread_index(); column < kColumns; column += kThreads) {
-      const float value = load_weight(args, first_row + columns.token(column), columns.head(column));
+      const float value =
+          load_weight(args, first_row + columns.token(column), columns.head(column));
       extreme = extreme || is_extreme_weight(value);
       ptx::store_shared_f32(ptx::smem_addr(&weight[column]), value);
     }
     extreme = ptx::any(extreme);
-    if (ptx::lane_index() == 0)
-      ptx::store_shared_i32(ptx::smem_addr(&has_extreme[warp]), extreme);
+    if (ptx::lane_index() == 0) ptx::store_shared_i32(ptx::smem_addr(&has_extreme[warp]), extreme);
     if (ptx::thread_index() < kTokens)
       ptx::store_shared_f32(columns.power(ptx::thread_index()), 1.0f);
   }

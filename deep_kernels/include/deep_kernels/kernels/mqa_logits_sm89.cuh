@@ -67,11 +67,10 @@ template <MqaLogitsSpec S>
 DK_DEVICE void rebase_query(const MqaLogitsArgs& args, i32 first_row, Smem<S>& smem) {
   DK_NO_UNROLL
   for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
-    const i32 given = load_query_exponents(args, first_row + Columns<S>::token(column),
-                                           Columns<S>::head(column));
-    const MxRow<S.format> row =
-        rebase_row<S.format, S.head_dim>(ptx::smem_addr(&smem.query[0]), column,
-                                         query_row<S>(args, first_row, column), given);
+    const i32 given =
+        load_query_exponents(args, first_row + Columns<S>::token(column), Columns<S>::head(column));
+    const MxRow<S.format> row = rebase_row<S.format, S.head_dim>(
+        ptx::smem_addr(&smem.query[0]), column, query_row<S>(args, first_row, column), given);
     const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights.weight[column]));
     smem.mx.post(column, row, given, weight);
   }
@@ -79,11 +78,11 @@ DK_DEVICE void rebase_query(const MqaLogitsArgs& args, i32 first_row, Smem<S>& s
 
 template <MqaLogitsSpec S>
 DK_DEVICE void load_kv(const MqaLogitsArgs& args, i32 first_row, i32 stage, Smem<S>& smem) {
-  copy_rows<S.head_dim, S.num_threads()>(
-      ptx::smem_addr(&smem.kv[stage][0]), S.kv_stage_rows(), args.kv, [&](i32 row) -> const u8* {
-        if (first_row + row >= args.num_kv) return nullptr;
-        return args.kv + (first_row + row) * args.kv_stride;
-      });
+  copy_rows<S.head_dim, S.num_threads()>(ptx::smem_addr(&smem.kv[stage][0]), S.kv_stage_rows(),
+                                         args.kv, [&](i32 row) -> const u8* {
+                                           if (first_row + row >= args.num_kv) return nullptr;
+                                           return args.kv + (first_row + row) * args.kv_stride;
+                                         });
 }
 
 // Registers of one warp for one unit: a query block and the run of its stages.

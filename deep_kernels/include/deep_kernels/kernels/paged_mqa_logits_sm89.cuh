@@ -128,9 +128,8 @@ struct Math {
 
   // Scores of one octet of query columns, summed into their heads. `exponents`: of the lane's two
   // kv rows.
-  DK_DEVICE void add_octet(float (&sum)[1][2], const u32 (&a)[kSteps][4],
-                           const u32 (&exponents)[2], const tile::RowsAsB<S.head_dim>& query,
-                           i32 octet) const {
+  DK_DEVICE void add_octet(float (&sum)[1][2], const u32 (&a)[kSteps][4], const u32 (&exponents)[2],
+                           const tile::RowsAsB<S.head_dim>& query, i32 octet) const {
     u32 b[kSteps][2];
     query.load(b, octet * 8 * S.head_dim);
     float x[4] = {};

@@ -167,7 +167,8 @@ struct LaneLogits {
   }
 };
 
-// -inf into the columns behind the tiles of every row, pieces of rows dealt to `num_warps` warps of every block.
+// -inf into the columns behind the tiles of every row, pieces of rows dealt to `num_warps` warps of
+// every block.
 template <class Logit>
 DK_DEVICE void fill_behind_tiles(const PagedMqaLogitsArgs& args, i32 warp, i32 num_warps) {
   constexpr i32 kPiece = 8192;  // columns

@@ -34,8 +34,7 @@ struct RowsAsB {
     const i32 lane = ptx::lane_index();
     DK_UNROLL
     for (i32 i = 0; i < kPairs; ++i)
-      address[i] =
-          rows + swizzled_offset<kRowBytes>(lane % 8, kChunks * i + lane / 8 % kChunks);
+      address[i] = rows + swizzled_offset<kRowBytes>(lane % 8, kChunks * i + lane / 8 % kChunks);
   }
   // Of the 8 rows that lie `offset` bytes further, whole groups of 8: b[step] holds 32 elements.
   DK_DEVICE void load(u32 (&b)[kSteps][2], u32 offset) const {
