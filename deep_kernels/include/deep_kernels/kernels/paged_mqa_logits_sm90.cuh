@@ -2,9 +2,9 @@
 // its columns. The kernel lives on memory bandwidth. One block per SM, persistent.
 //
 //   scheduler warp   walks the block's share, posts units, loads queries (TMA) and weights
-//   kv warp          follows the block table of the posted units and streams tiles through a ring
+//   kv warps         follow the block table of the posted units and stream tiles through a ring
 //   math warpgroups  take tiles in turn, each all rows of the unit
-//   cleaner warps    fill -inf where no tile reaches, while the others compute
+//   cleaner warp     fills -inf where no tile reaches, while the others compute
 //
 // Source of the design: the feasibility study for this op on an H200 (pages as the row operand,
 // values and scales as two copies on one barrier, the split derived inside the kernel).
@@ -209,7 +209,7 @@ DK_DEVICE void scheduler_role(const PagedMqaLogitsArgs& args, const Maps& maps, 
   ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
 }
 
-// --- kv warp -------------------------------------------------------------------------------------
+// --- kv warps ------------------------------------------------------------------------------------
 
 // A row of the block table, read 32 entries at a time, one read ahead. Converged.
 struct TableWindow {
@@ -220,9 +220,7 @@ struct TableWindow {
   i32 entry;       // of page base + lane
   i32 next;        // of page base + 32 + lane
 
-  DK_DEVICE i32 load(i32 page) const {
-    return page < num_pages ? clamp_to(ptx::load_global(row + page), 0, num_blocks - 1) : 0;
-  }
+  DK_DEVICE i32 load(i32 page) const { return page < num_pages ? ptx::load_global(row + page) : 0; }
   DK_DEVICE void open(i32 first_page) {
     base = first_page;
     entry = load(base + ptx::lane_index());
@@ -236,11 +234,14 @@ struct TableWindow {
     entry = next;
     next = load(base + 32 + ptx::lane_index());
   }
-  DK_DEVICE i32 at(i32 page) const { return ptx::shuffle(entry, page - base); }
+  // Whatever the table says, a page that exists. (Not done by load(), which would wait.)
+  DK_DEVICE i32 at(i32 page) const {
+    return clamp_to(ptx::shuffle(entry, page - base), 0, num_blocks - 1);
+  }
 };
 
 template <PagedMqaLogitsSpec S, class Maps>
-DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
+DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem, i32 turn) {
   constexpr u32 kBytes = S.kv_stage_bytes() + kPagedTileRows * sizeof(float);
   const i32 lane = ptx::lane_index();
   const i32 box_rows = min_of(args.block_kv, kPagedTileRows);
@@ -249,23 +250,25 @@ DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>
   const u64 policy = ptx::evict_first_policy();
   const u8* scales = args.kv_cache + paged_scale_offset(args.block_kv, S.row_bytes());
   auto units = tile::Ring<S.query_slots()>::drainer();
-  auto stages = tile::Ring<S.kv_stages>::filler();
+  auto stages = tile::Ring<S.kv_stages>::filler(turn);
+  i32 next = turn;  // the next tile of this warp, counted from the unit's first
   DK_NO_UNROLL
   for (;; units.next()) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_posted[units.slot]), units.parity);
     const auto& unit = smem.unit[units.slot];
     const i32 num_tiles = ptx::load_shared_i32(ptx::smem_addr(&unit.num_tiles));
     if (num_tiles == 0) return;
-    i32 token = ptx::load_shared_i32(ptx::smem_addr(&unit.first_tile)) * kPagedTileRows;
+    const i32 first_tile = ptx::load_shared_i32(ptx::smem_addr(&unit.first_tile));
     const i32 last_page = (ptx::load_shared_i32(ptx::smem_addr(&unit.longest)) - 1) >> shift;
     TableWindow table{.row = args.block_table + ptx::load_shared_i64(ptx::smem_addr(&unit.table)),
                       .num_pages = last_page + 1,
                       .num_blocks = args.num_blocks};
     ptx::sync_warp();  // all lanes have read the unit
     if (lane == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_drained[units.slot]));
-    table.open(token >> shift);
+    if (next < num_tiles) table.open((first_tile + next) * kPagedTileRows >> shift);
     DK_NO_UNROLL
-    for (i32 i = 0; i < num_tiles; ++i, token += kPagedTileRows, stages.next()) {
+    for (; next < num_tiles; next += kKvWarps, stages.advance(kKvWarps)) {
+      const i32 token = (first_tile + next) * kPagedTileRows;
       const u32 filled = ptx::smem_addr(&smem.kv_filled[stages.slot]);
       table.move_to(token >> shift);
       // Of small pages the last tile may use a part: then the last one stands for the others.
@@ -280,6 +283,7 @@ DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>
       ptx::bulk_load(ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + lane * box_rows * 4,
                      scales + page * args.block_stride + row * 4, box_rows * 4, filled, policy);
     }
+    next -= num_tiles;
   }
 }
 
@@ -298,6 +302,10 @@ DK_DEVICE void paged_mqa_logits_sm90(const PagedMqaLogitsArgs& args, const Maps&
   const i32 warp = ptx::warp_index();
   const i32 helper = warp - 4 * S.math_groups;
 
+  if (ptx::thread_index() == 0) {
+    ptx::prefetch_tensor_map(maps.q);
+    ptx::prefetch_tensor_map(maps.kv);
+  }
   init_barriers<S>(smem);
   ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written
   find_paged_run<S>(args, smem.run);
@@ -310,15 +318,15 @@ DK_DEVICE void paged_mqa_logits_sm90(const PagedMqaLogitsArgs& args, const Maps&
     return;
   }
   ptx::set_max_registers_down<Registers::kHelper>();
-  if (helper == 0) {
+  if (helper < kKvWarps) {
     ptx::role("kv");
-    kv_role<S>(args, maps, smem);
-  } else if (helper == 1) {
+    kv_role<S>(args, maps, smem, helper);
+  } else if (helper == kSchedulerWarp) {
     ptx::role("scheduler");
     scheduler_role<S>(args, maps, smem);
   } else {
     ptx::role("cleaner");
-    fill_behind_tiles<Logit>(args, helper - 2, 2);
+    fill_behind_tiles<Logit>(args, helper - kSchedulerWarp - 1, kCleanerWarps);
   }
 }
 

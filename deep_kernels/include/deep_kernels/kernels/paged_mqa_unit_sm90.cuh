@@ -43,12 +43,18 @@ struct Smem {
   Unit<S.unit_rows> unit[kSlots];
   PagedRun run;
   // Each pair: who arrives, who waits.
-  alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
+  alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warps
   u64 query_filled[kSlots];            // 32 of the scheduler; fp8: one more, and TMA bytes -> math
-  u64 unit_drained[kSlots];            // all math warps and the kv warp -> scheduler
-  u64 kv_filled[S.kv_stages];          // kv warp, and TMA bytes -> the group whose turn it is
+  u64 unit_drained[kSlots];            // all math warps and kv warps -> scheduler
+  u64 kv_filled[S.kv_stages];          // the kv warp whose turn it is, and TMA bytes -> math group
   u64 kv_drained[S.kv_stages];         // 4 warps of that group -> kv warp
 };
+
+// Beside the math warps. One kv warp needs about 250 clocks for a tile, as many as its bytes take.
+inline constexpr i32 kKvWarps = 2;
+inline constexpr i32 kSchedulerWarp = kKvWarps;
+inline constexpr i32 kCleanerWarps = 1;
+static_assert(kKvWarps + 1 + kCleanerWarps == 4);
 
 template <PagedMqaLogitsSpec S>
 DK_DEVICE void init_barriers(Smem<S>& smem) {
@@ -58,7 +64,7 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
       ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), S.is_mx() ? 32 : 33);
       if constexpr (S.is_mx()) ptx::mbarrier_init(ptx::smem_addr(&smem.mx.query_loaded[i]), 1);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), 4 * S.math_groups + 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), 4 * S.math_groups + kKvWarps);
     }
     DK_NO_UNROLL
     for (i32 i = 0; i < S.kv_stages; ++i) {

@@ -16,6 +16,7 @@ struct Ring {
   static DK_DEVICE Ring filler() { return {0, 1u}; }
   static DK_DEVICE Ring drainer() { return {0, 0u}; }
   // Of several that take turns, number `turn`.
+  static DK_DEVICE Ring filler(i32 turn) { return {turn, 1u}; }
   static DK_DEVICE Ring drainer(i32 turn) { return {turn, 0u}; }
   DK_DEVICE void next() {
     if (++slot == kSlots) {
