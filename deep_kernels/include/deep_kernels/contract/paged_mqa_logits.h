@@ -294,18 +294,20 @@ constexpr PagedMqaLogitsMaps<Map> paged_mqa_logits_maps(const PagedMqaLogitsSpec
   const bool by_request = args.indices != nullptr;
   const i64 rows = by_request ? args.num_requests : args.next_n;
   const i64 groups = by_request ? 1 : args.num_requests;
-  maps.q = {
-      .base = args.q,
-      .dims = {row_bytes, args.num_heads, rows, groups},
-      .strides = {1, args.q_head_stride, by_request ? args.q_request_stride : args.q_row_stride,
-                  by_request ? 16 : args.q_request_stride},
-      .box = {row_bytes, spec.order().heads_per_octet(), spec.order().tokens_per_octet(), 1},
-      .rank = 4,
-      .type = MapType::u8_,
-      .swizzle = swizzle};
+  // What a dimension of one element has for a stride may be anything.
+  const auto stride_of = [](i64 stride, i64 size) { return size > 1 ? stride : 16; };
+  maps.q = {.base = args.q,
+            .dims = {row_bytes, args.num_heads, rows, groups},
+            .strides = {1, stride_of(args.q_head_stride, args.num_heads),
+                        stride_of(by_request ? args.q_request_stride : args.q_row_stride, rows),
+                        stride_of(args.q_request_stride, groups)},
+            .box = {row_bytes, spec.order().heads_per_octet(), spec.order().tokens_per_octet(), 1},
+            .rank = 4,
+            .type = MapType::u8_,
+            .swizzle = swizzle};
   maps.kv = {.base = args.kv_cache,
              .dims = {row_bytes, args.block_kv, args.num_blocks},
-             .strides = {1, row_bytes, args.block_stride},
+             .strides = {1, row_bytes, stride_of(args.block_stride, args.num_blocks)},
              .box = {row_bytes, min_of(args.block_kv, kPagedTileRows), 1},
              .rank = 3,
              .type = MapType::u8_,
