@@ -80,7 +80,7 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
 template <PagedMqaLogitsSpec S>
 struct RoleRegisters {
   static constexpr i32 kStart = 65536 / S.num_threads() / 8 * 8;
-  static constexpr i32 kHelper = S.math_groups == 4 ? 32 : 56;
+  static constexpr i32 kHelper = S.math_groups == 4 ? 32 : S.math_groups == 3 ? 64 : 72;
   static constexpr i32 kMath = min_of(232, (kStart + (kStart - kHelper) / S.math_groups) / 8 * 8);
 };
 
