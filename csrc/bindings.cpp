@@ -94,6 +94,19 @@ py::tuple compile_text(const std::string& source, const std::vector<std::string>
   return py::make_tuple(result.ok, py::bytes(result.code), to_text(result.log));
 }
 
+py::dict to_python(const TuningRow& row) {
+  py::dict result;
+  result["op"] = row.op;
+  result["backend"] = name_of(row.backend);
+  result["cases"] = row.cases;
+  result["choice"] = row.choice;
+  result["gpu"] = row.gpu;
+  result["date"] = row.date;
+  result["gain"] = row.gain;
+  result["reason"] = row.reason;
+  return result;
+}
+
 py::tuple compile_to_ptx(const std::string& source, const std::vector<std::string>& options) {
   const CompileResult result = compile(source, options, Output::ptx);
   return py::make_tuple(result.ok, to_text(result.code), to_text(result.log));
@@ -121,8 +134,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("known_targets", known_targets);
   m.def("tuning_rows", [] {
     py::list rows;
-    for (const TuningRow& row : registry::tuning_rows())
-      rows.append(py::make_tuple(row.op, name_of(row.backend), row.gpu, row.choice));
+    for (const TuningRow& row : registry::tuning_rows()) rows.append(to_python(row));
     return rows;
   });
   m.def("arch_of_card", [](int capability) {

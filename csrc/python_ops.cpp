@@ -90,9 +90,8 @@ py::object mqa_metadata_call(py::handle start_arg, py::handle end_arg, py::handl
 
 template <Purpose kPurpose>
 py::object paged_mqa_logits_call(py::handle q_pair, py::handle cache_arg, py::handle weights_arg,
-                                 py::handle lens_arg, py::handle table_arg,
-                                 py::handle schedule_arg, py::handle max_len_arg,
-                                 py::handle clean_arg, py::handle dtype_arg,
+                                 py::handle lens_arg, py::handle table_arg, py::handle schedule_arg,
+                                 py::handle max_len_arg, py::handle clean_arg, py::handle dtype_arg,
                                  py::handle indices_arg, py::handle arch_arg, py::handle out_arg) {
   PythonArgs args(kPagedMqaLogitsOp);
   const auto [q_object, q_scale_object] = args.pair("q", q_pair);

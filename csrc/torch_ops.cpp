@@ -132,10 +132,9 @@ TORCH_LIBRARY_IMPL(deep_kernels, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(deep_kernels, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(deep_kernels, Autograd, m) {
-  for (const char* name :
-       {"fp8_fp4_mqa_logits", "fp8_fp4_mqa_logits_out", "get_mqa_logits_metadata",
-        "fp8_fp4_paged_mqa_logits", "fp8_fp4_paged_mqa_logits_out",
-        "get_paged_mqa_logits_metadata"})
+  for (const char* name : {"fp8_fp4_mqa_logits", "fp8_fp4_mqa_logits_out",
+                           "get_mqa_logits_metadata", "fp8_fp4_paged_mqa_logits",
+                           "fp8_fp4_paged_mqa_logits_out", "get_paged_mqa_logits_metadata"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&guard_op>());
 }
 void refuse_lazy_outs(torch::Library& m) {

@@ -1,4 +1,4 @@
-"""Command line: python -m deep_kernels env | list | show | dump | compile | clear | demo | emulate."""
+"""Command line: python -m deep_kernels env | list | show | dump | compile | clear | tune | demo | emulate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import _C, _runtime, emulate, environment, inspector
+from . import _C, _runtime, emulate, environment, inspector, tune
 
 _COMPILE_FIELDS = """
 Every further option is a field of the case, in the words of deep_kernels.supported():
@@ -165,6 +165,11 @@ def _parser(for_demo: bool) -> argparse.ArgumentParser:
 
     command = add("clear", _clear, "remove the compiled kernels of the cache folder; the prebuilt folder stays")
     command.add_argument("--dry-run", action="store_true", help="only say how many")
+
+    text = "measure choices on the card at hand and write their tables (needs a checkout)"
+    command = add("tune", tune.run, text)
+    command.add_argument("op", choices=tuple(tune.OPS), metavar="OP", help=f"one of {', '.join(tune.OPS)}")
+    tune.add_arguments(command)
 
     text = "run one case on the host emulator and show how its kernel moves (needs a checkout)"
     emulate.add_arguments(add("emulate", emulate.run, text))

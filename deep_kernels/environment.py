@@ -89,7 +89,7 @@ def _gpu_lines() -> Iterator[str]:
 
 
 def _tuning_of(name: str, backend: str) -> str:
-    measured = sorted({gpu for _, row_backend, gpu, _ in _C.tuning_rows() if row_backend == backend and gpu})
+    measured = sorted({row["gpu"] for row in _C.tuning_rows() if row["backend"] == backend and row["gpu"]})
     if any(name.startswith(gpu) for gpu in measured):
         return "tuning rows measured on this card"
     source = f"those of {' and '.join(measured)}" if measured else "unmeasured ones"
@@ -97,8 +97,10 @@ def _tuning_of(name: str, backend: str) -> str:
 
 
 def _tuning_lines() -> Iterator[list[str]]:
-    for op, backend, gpu, choice in _C.tuning_rows():
-        yield [backend, op, choice, f"measured on {gpu}" if gpu else "not measured"]
+    for row in _C.tuning_rows():
+        measured = f"measured on {row['gpu']}, {row['date']}" if row["gpu"] else "not measured"
+        gain = f"gains {row['gain']:.1%}" if row["gain"] else ""
+        yield [row["backend"], row["op"], row["cases"], row["choice"], measured, gain, row["reason"]]
 
 
 def _folder_lines() -> Iterator[list[str]]:

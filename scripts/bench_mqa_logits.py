@@ -3,8 +3,10 @@
 
     python scripts/bench_mqa_logits.py --out benchmarks/results/mqa_logits.json --plot benchmarks/results/mqa_logits.png
 
-Row i of the causal shapes sees [0, N - M + i). Useful FLOP = 2 * heads * head_dim per logit inside a window. Times are
-rotating medians of CUDA-graph replays; the sustained figure is half a second back to back, at the power limit.
+Useful FLOP = 2 * heads * head_dim per logit inside a window; what windows and inputs are: scripts/mqa_problems.py.
+Times are rotating medians of CUDA-graph replays; the sustained figure is half a second back to back, at the power
+limit. Rows of MX formats, whose times hold their pre-passes, are also compared with FP8 at the same shape, and rows of
+other windows with causal ones, each in the same rotation. What the card cannot run is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,23 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import timing
+from mqa_problems import Problem, Shape, call_of, dequantized, make_problem, metadata_of
 
 import deep_kernels as dk
-
-
-@dataclass(frozen=True)
-class Shape:
-    num_q: int
-    num_kv: int
-    num_heads: int
-    head_dim: int
-    logits: str = "float32"
-
-    @property
-    def label(self) -> str:
-        short = {"float32": "f32", "bfloat16": "bf16"}[self.logits]
-        return f"{self.num_q}/{self.num_kv} H{self.num_heads} D{self.head_dim} {short}"
-
 
 SHAPES = (
     Shape(2048, 32768, 64, 128),
@@ -51,68 +39,60 @@ SHAPES = (
     Shape(2048, 32768, 32, 128),
     Shape(8192, 65536, 64, 64),
     Shape(8192, 8192, 64, 128),
+    *(Shape(2048, 32768, 64, 128, windows=windows) for windows in ("parallel", "ragged")),
+    *(
+        Shape(*sizes, format=format)
+        for format in ("mxfp8", "mxfp4")
+        for sizes in ((2048, 32768, 64, 128), (2048, 32768, 32, 128), (8192, 8192, 64, 128), (8192, 65536, 64, 128))
+    ),
 )
+BEST = "clean1_meta1"  # the variant that rows are compared by
+FOLDED = f"{BEST}_folded"
+
+Calls = dict[str, Callable[[], Any]]
 
 
-@dataclass
-class Problem:
-    q: torch.Tensor
-    kv: torch.Tensor
-    kv_scale: torch.Tensor
-    weights: torch.Tensor
-    start: torch.Tensor
-    end: torch.Tensor
-
-    @property
-    def logits_inside(self) -> int:
-        return int((self.end - self.start).clamp(min=0).sum(dtype=torch.int64))
-
-
-def make_problem(shape: Shape, seed: int = 0) -> Problem:
-    """Random inputs: zeros would draw less power and run faster."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device="cuda", generator=generator)
-
-    q = normal(shape.num_q, shape.num_heads, shape.head_dim).to(torch.float8_e4m3fn)
-    kv_float = normal(shape.num_kv, shape.head_dim)
-    kv_scale = kv_float.abs().amax(dim=1) / 448
-    kv = (kv_float / kv_scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    rows = torch.arange(shape.num_q, dtype=torch.int32, device="cuda")
-    return Problem(
-        q, kv, kv_scale, normal(shape.num_q, shape.num_heads), torch.zeros_like(rows), rows + shape.num_kv - shape.num_q
-    )
-
-
-def calls_of(shape: Shape, problem: Problem) -> dict[str, Callable[[], torch.Tensor]]:
-    metadata = dk.get_mqa_logits_metadata(problem.start, problem.end, shape.num_kv, shape.num_heads)
-    call = partial(
-        dk.fp8_fp4_mqa_logits,
-        (problem.q, None),
-        (problem.kv, problem.kv_scale),
-        problem.weights,
-        problem.start,
-        problem.end,
-        logits_dtype=getattr(torch, shape.logits),
-    )
-    return {
+def calls_of(shape: Shape, problem: Problem) -> Calls:
+    metadata = metadata_of(shape, problem)
+    call = call_of(shape, problem)
+    calls: Calls = {
         f"clean{int(clean)}_meta{int(meta)}": partial(
             call, clean_logits=clean, schedule_meta=metadata if meta else None
         )
         for clean in (True, False)
         for meta in (True, False)
     }
+    folded = partial(call, schedule_meta=metadata, reduction="folded")
+    if shape.windows == "causal" and shape.refusal(reduction="folded") is None and differs(folded(), calls[BEST]()):
+        calls[FOLDED] = folded
+    return calls
 
 
-def other_libraries(shape: Shape, problem: Problem) -> dict[str, Callable[[], Any]]:
+def differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Where folded logits are the exact ones to the bit, there is no folded kernel to time."""
+    return not torch.equal(one, other)
+
+
+def references_of(shape: Shape, device: str) -> dict[str, tuple[Callable[[], Any], float]]:
+    """What the row is compared with in the same rotation: its best call, and the useful FLOP."""
+    names = {"fp8": replace(shape, format="fp8"), "causal": replace(shape, windows="causal")}
+    found: dict[str, tuple[Callable[[], Any], float]] = {}
+    for name, other in names.items():
+        if other != shape:
+            problem = make_problem(other, device)
+            call = partial(call_of(other, problem), schedule_meta=metadata_of(other, problem))
+            found[name] = call, useful_flop(other, problem)
+    return found
+
+
+def other_libraries(shape: Shape, problem: Problem) -> Calls:
     """The same call of other libraries, where they are installed."""
-    found: dict[str, Callable[[], Any]] = {}
+    found: Calls = {}
     try:
         deep_gemm = importlib.import_module("deep_gemm")
     except ImportError:
         return found
-    if shape.logits == "float32":
+    if shape.logits == "float32" and shape.format == "fp8":
         found["deep_gemm"] = partial(
             deep_gemm.fp8_mqa_logits,
             problem.q,
@@ -124,17 +104,25 @@ def other_libraries(shape: Shape, problem: Problem) -> dict[str, Callable[[], An
     return found
 
 
+def useful_flop(shape: Shape, problem: Problem) -> float:
+    return 2.0 * shape.num_heads * shape.head_dim * problem.logits_inside
+
+
 def check(shape: Shape, problem: Problem, call: Callable[[], torch.Tensor]) -> float:
     """Largest deviation of a few rows from float64, relative to the largest logit; the mask must be exact."""
     logits = call()
     worst = 0.0
-    columns = torch.arange(shape.num_kv, device="cuda")
+    columns = torch.arange(shape.num_kv, device=logits.device)
+    kv = dequantized(problem.kv, problem.kv_scale, shape.format)
     for row in (1, shape.num_q // 2, shape.num_q - 1):
-        inside = columns < problem.end[row]
+        inside = (columns >= problem.start[row]) & (columns < problem.end[row])
         if not torch.equal(logits[row].isneginf(), ~inside):
             raise SystemExit(f"{shape.label}: the -inf pattern of row {row} is wrong")
-        scores = (problem.q[row].double() @ problem.kv.double().T).relu()
-        expected = (problem.weights[row].double() @ scores) * problem.kv_scale.double()
+        q_scale = None if problem.q_scale is None else problem.q_scale[row]
+        scores = (dequantized(problem.q[row], q_scale, shape.format) @ kv.T).relu()
+        expected = problem.weights[row].double() @ scores
+        if shape.format == "fp8":
+            expected *= problem.kv_scale.double()
         error = (logits[row].double() - expected)[inside].abs().amax() / expected[inside].abs().amax()
         worst = max(worst, float(error))
     if not worst < 2e-2:
@@ -142,29 +130,42 @@ def check(shape: Shape, problem: Problem, call: Callable[[], torch.Tensor]) -> f
     return worst
 
 
-def bench_shape(shape: Shape, samples: int, sustained: bool) -> dict[str, Any]:
-    problem = make_problem(shape)
+def bench_shape(shape: Shape, samples: int, sustained: bool, device: str = "cuda") -> dict[str, Any]:
+    problem = make_problem(shape, device)
     calls = calls_of(shape, problem)
-    deviation = check(shape, problem, calls["clean1_meta1"])
+    deviation = check(shape, problem, calls[BEST])
     peak_call, peak_flop = timing.fp8_peak_call()
-    flop = 2.0 * shape.num_heads * shape.head_dim * problem.logits_inside
-    functions: dict[str, Callable[[], Any]] = {"fp8_peak": peak_call, **calls, **other_libraries(shape, problem)}
-    metadata = partial(dk.get_mqa_logits_metadata, problem.start, problem.end, shape.num_kv, shape.num_heads)
+    flop = useful_flop(shape, problem)
+    references = references_of(shape, device)
+    functions: Calls = {"fp8_peak": peak_call, **calls, **other_libraries(shape, problem)}
+    functions |= {name: call for name, (call, _) in references.items()}
+    flops = dict.fromkeys(functions, flop) | {"fp8_peak": peak_flop}
+    flops |= {name: other_flop for name, (_, other_flop) in references.items()}
     timings = timing.measure(functions, samples, calls=2 if shape.num_q > 4096 else 4)
+    metadata = partial(metadata_of, shape, problem)
     timings["metadata"] = timing.measure({"metadata": metadata}, samples, calls=20)["metadata"]
-    peak_tflops = peak_flop / timings["fp8_peak"].median_us / 1e6
-    result: dict[str, Any] = {"shape": asdict(shape), "label": shape.label, "deviation": deviation, "variants": {}}
-    for name, value in timings.items():
-        entry: dict[str, Any] = value.as_dict()
-        if name != "metadata":
-            entry["tflops"] = (peak_flop if name == "fp8_peak" else flop) / value.median_us / 1e6
-            entry["of_fp8_peak"] = entry["tflops"] / peak_tflops
-        result["variants"][name] = entry
+    result: dict[str, Any] = {"shape": asdict(shape), "label": shape.label, "deviation": deviation}
+    result["variants"] = figures(timings, flops)
     if sustained:
-        for name in ("fp8_peak", "clean1_meta1"):
+        for name in ("fp8_peak", BEST):
             us = timing.measure_sustained(functions[name])
-            result["variants"][name]["sustained_tflops"] = (peak_flop if name == "fp8_peak" else flop) / us / 1e6
+            result["variants"][name]["sustained_tflops"] = flops[name] / us / 1e6
     return result
+
+
+def figures(timings: Mapping[str, timing.Timing], flops: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Of each variant, times; and of those that have some FLOP, rates and how they compare with the references."""
+    variants: dict[str, dict[str, float]] = {name: one.as_dict() for name, one in timings.items()}
+    for name, flop in flops.items():
+        variants[name]["tflops"] = flop / variants[name]["median_us"] / 1e6
+    for name in flops:
+        one = variants[name]
+        one["of_fp8_peak"] = one["tflops"] / variants["fp8_peak"]["tflops"]
+        if "fp8" in flops and name.startswith("clean"):
+            one["time_of_fp8"] = one["median_us"] / variants["fp8"]["median_us"]
+        if "causal" in flops and name.startswith("clean"):
+            one["of_causal"] = one["tflops"] / variants["causal"]["tflops"]
+    return variants
 
 
 def print_row(result: dict[str, Any]) -> None:
@@ -176,8 +177,10 @@ def print_row(result: dict[str, Any]) -> None:
         elif name == "fp8_peak":
             cells.append(f"fp8_peak {entry['tflops']:.0f} TFLOPS")
         else:
-            cells.append(f"{name} {entry['median_us']:.1f} us {entry['tflops']:.0f} ({entry['of_fp8_peak']:.3f})")
-    sustained = [variants[name].get("sustained_tflops") for name in ("clean1_meta1", "fp8_peak")]
+            ratios = [f"{entry['of_fp8_peak']:.3f}"]
+            ratios += [f"{word} {entry[word]:.3f}" for word in ("time_of_fp8", "of_causal") if word in entry]
+            cells.append(f"{name} {entry['median_us']:.1f} us {entry['tflops']:.0f} ({', '.join(ratios)})")
+    sustained = [variants[name].get("sustained_tflops") for name in (BEST, "fp8_peak")]
     if sustained[0] is not None:
         cells.append(f"sustained {sustained[0]:.0f} of {sustained[1]:.0f}")
     print(" | ".join(cells), flush=True)
@@ -189,7 +192,14 @@ LEGEND = {
     "clean1_meta0": "cleaned",
     "clean0_meta1": "not cleaned, with a schedule",
     "clean0_meta0": "not cleaned",
+    FOLDED: "cleaned, with a schedule, folded",
 }
+
+
+def is_plain(result: dict[str, Any]) -> bool:
+    """FP8 with causal windows."""
+    shape = Shape(**result["shape"])
+    return (shape.format, shape.windows) == ("fp8", "causal")
 
 
 def plot(about: dict[str, Any], path: Path) -> None:
@@ -198,8 +208,8 @@ def plot(about: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    results = about["results"]
-    names = [name for name in results[0]["variants"] if name != "metadata"]
+    results = [result for result in about["results"] if is_plain(result)]
+    names = [name for name in dict.fromkeys(name for one in results for name in one["variants"]) if name != "metadata"]
     figure, axes = pyplot.subplots(figsize=(11, 4.8), constrained_layout=True)
     width = 0.8 / len(names)
     for i, name in enumerate(names):
@@ -223,6 +233,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="PNG of TFLOPS against shape")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--rows", type=int, default=len(SHAPES), help="only the first rows of the table")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="only rows with all of them: H32 mxfp4, fp8 ragged")
     parser.add_argument("--replot", type=Path, metavar="JSON", help="measure nothing, plot earlier figures")
     parser.add_argument("--sustained", action="store_true", help="also half a second back to back per shape")
     args = parser.parse_args()
@@ -237,6 +248,11 @@ def main() -> int:
     dk.set_pdl(False)
     results = []
     for shape in SHAPES[: args.rows]:
+        if not set(args.only or ()) <= {*shape.label.split(), shape.format, shape.windows}:
+            continue
+        if reason := shape.refusal():
+            print(f"{shape.label:28} | left out: {reason}", flush=True)
+            continue
         results.append(bench_shape(shape, args.samples, args.sustained))
         print_row(results[-1])
         gc.collect()

@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- speed: made by scripts/readme_tables.py from benchmarks/results -->\n"
 END = "<!-- /speed -->"
+BEST, FOLDED = "clean1_meta1", "clean1_meta1_folded"  # variants of scripts/bench_mqa_logits.py
 
 
 def load(name: str) -> dict[str, Any]:
@@ -20,21 +21,62 @@ def load(name: str) -> dict[str, Any]:
 
 
 def mqa_section(results: dict[str, Any]) -> list[str]:
+    rows = results["results"]
+    mx = [row for row in rows if "time_of_fp8" in row["variants"][BEST]]
+    windows = [row for row in rows if "of_causal" in row["variants"][BEST]]
+    plain = [row for row in rows if row not in mx and row not in windows]
     lines = [
         f"MQA logits, FP8, causal windows, cleaning included, {results['card']}, torch {results['torch']}; TFLOPS of "
         "useful work, and the share of `fp8_peak` (torch._scaled_mm 8192^3 in the same process).",
         "",
-        "| queries / kv, heads, head_dim, logits | us | TFLOPS | of fp8_peak | sustained | without schedule, us |",
-        "|---|---|---|---|---|---|",
+        *plain_table(plain),
+        "",
     ]
-    for result in results["results"]:
-        best, plain = result["variants"]["clean1_meta1"], result["variants"]["clean1_meta0"]
+    if mx:
+        lines += [
+            "MX formats, pre-passes included, against FP8 in the same process; blocks of a row differ by 2^-4 to 2^4.",
+            "",
+            *ratio_table(mx, "format", "time_of_fp8", "time of FP8's"),
+            "",
+        ]
+    if windows:
+        lines += [
+            "FP8 with other windows, against the TFLOPS of causal ones in the same process.",
+            "",
+            *ratio_table(windows, "windows", "of_causal", "of causal"),
+            "",
+        ]
+    return [*lines, "![TFLOPS against shape](benchmarks/results/mqa_logits.png)", ""]
+
+
+def plain_table(rows: list[dict[str, Any]]) -> list[str]:
+    """The column of folded sums only where some row has one."""
+    has_folded = any(FOLDED in row["variants"] for row in rows)
+    titles = ["queries / kv, heads, head_dim, logits", "us", "TFLOPS", "of fp8_peak", "sustained"]
+    lines = [[*titles, "without schedule, us", *["folded, of fp8_peak"] * has_folded]]
+    for row in rows:
+        best, plain, folded = (row["variants"].get(name) for name in (BEST, "clean1_meta0", FOLDED))
         sustained = best.get("sustained_tflops")
-        lines.append(
-            f"| {result['label']} | {best['median_us']:.0f} | {best['tflops']:.0f} | {best['of_fp8_peak']:.2f} "
-            f"| {f'{sustained:.0f}' if sustained else '-'} | {plain['median_us']:.0f} |"
-        )
-    return [*lines, "", "![TFLOPS against shape](benchmarks/results/mqa_logits.png)", ""]
+        cells = [row["label"], f"{best['median_us']:.0f}", f"{best['tflops']:.0f}", f"{best['of_fp8_peak']:.2f}"]
+        cells += [f"{sustained:.0f}" if sustained else "-", f"{plain['median_us']:.0f}"]
+        lines.append(cells + [f"{folded['of_fp8_peak']:.2f}" if folded else "-"] * has_folded)
+    return table(lines)
+
+
+def ratio_table(rows: list[dict[str, Any]], field: str, ratio: str, title: str) -> list[str]:
+    lines = [["queries / kv, heads, head_dim, logits", field, "us", "TFLOPS", title, "without schedule"]]
+    for row in rows:
+        best, plain = row["variants"][BEST], row["variants"]["clean1_meta0"]
+        word = row["shape"][field]
+        cells = [row["label"].removesuffix(f" {word}"), word, f"{best['median_us']:.0f}", f"{best['tflops']:.0f}"]
+        lines.append([*cells, f"{best[ratio]:.2f}", f"{plain[ratio]:.2f}"])
+    return table(lines)
+
+
+def table(lines: list[list[str]]) -> list[str]:
+    """Markdown; the first line is the header."""
+    header, *rest = (f"| {' | '.join(cells)} |" for cells in lines)
+    return [header, "|---" * len(lines[0]) + "|", *rest]
 
 
 def runtime_section(results: dict[str, Any]) -> list[str]:

@@ -59,7 +59,7 @@ class Case:
 FACTORS = {
     "num_q": (0, 1, 3, 17, 127, 129),
     "num_kv": (0, 1, 4, 127, 257, 260, 4100),
-    "num_heads": (1, 7, 8, 16, 24, 32, 40, 64, 100, 128),
+    "num_heads": (1, 7, 8, 16, 17, 24, 32, 40, 64, 100, 128),
     "head_dim": (32, 64, 128),
     "format": formats.FORMATS,
     "weights_dtype": (torch.float32, torch.bfloat16, torch.float16),

@@ -138,8 +138,11 @@ def test_env(run: Run, two: tuple[Path, Path], nvrtc: tuple[str, str], monkeypat
         assert re.search(rf"{name} +.*{re.escape(meaning)}", text)
     if not torch.cuda.is_available():
         assert re.search(r"GPUs\n  none: \w+", text)
-    for op, backend, gpu, choice in _C.tuning_rows():
-        assert re.search(rf"{backend} +{op} +{choice} +{f'measured on {gpu}' if gpu else 'not measured'}", text)
+    for row in _C.tuning_rows():
+        measured = f"measured on {row['gpu']}, {row['date']}" if row["gpu"] else "not measured"
+        words = [row["backend"], row["op"], row["cases"], row["choice"], measured]
+        words += [f"gains {row['gain']:.1%}"] * bool(row["gain"]) + [row["reason"]]
+        assert re.search(" +".join(map(re.escape, words)), text), row
 
 
 def test_env_without_nvrtc_and_with_bad_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

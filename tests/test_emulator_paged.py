@@ -149,7 +149,9 @@ def test_any_schedule_gives_the_same_bits(base: PagedCase, arch: str) -> None:
     for name, schedule in schedules.items():
         with installed(Emulator(flags=SANITIZED_FLAGS), base.num_sms):
             logits = run_paged(base, inputs, arch, schedule=guarded(schedule.to(torch.int32)))
-        assert torch.equal(bits(logits, torch.ones_like(logits, dtype=torch.bool)), wanted.flatten().view(torch.int32)), name
+        assert torch.equal(
+            bits(logits, torch.ones_like(logits, dtype=torch.bool)), wanted.flatten().view(torch.int32)
+        ), name
 
 
 @EVERY_BASE
@@ -172,7 +174,7 @@ def test_bits_do_not_depend_on_what_locals_held(base: PagedCase, arch: str) -> N
 
 @EVERY_BASE
 def test_lengths_and_tables_at_the_limits(base: PagedCase, arch: str) -> None:
-    """Lengths at the limits of int32, and entries inside a context that name no page: nothing beside the cache is read."""
+    """Lengths at the limits of int32, and entries inside a context that name no page: all reads stay in the cache."""
     inputs = base.make_inputs()
     low, high = -(2**31), 2**31 - 1
     lens = inputs.context_lens.clone()
@@ -189,9 +191,15 @@ def test_lengths_and_tables_at_the_limits(base: PagedCase, arch: str) -> None:
             assert torch.isneginf(logits[base.next_n :]).all()
 
 
-METADATA_CASES = [PagedCase(batch=batch, next_n=3 if lens == "2d" else 1, lens=lens, max_len=900, num_heads=1,
-                            head_dim=32, block_kv=256, num_sms=num_sms)
-                  for lens in ("1d", "2d", "indices") for batch in (1, 2, 33, 150) for num_sms in (1, 7, 132)]  # fmt: skip
+METADATA_CASES = [
+    PagedCase(
+        batch=batch, next_n=3 if lens == "2d" else 1, lens=lens, max_len=900, num_heads=1, head_dim=32, block_kv=256,
+        num_sms=num_sms,
+    )
+    for lens in ("1d", "2d", "indices")
+    for batch in (1, 2, 33, 150)
+    for num_sms in (1, 7, 132)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", METADATA_CASES, ids=str)

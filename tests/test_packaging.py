@@ -121,11 +121,23 @@ print(json.dumps(facts))
     assert facts["origin"] == "compiled" or "NVRTC" in facts["origin"]
 
 
-def test_wheel_says_that_it_lacks_the_emulator(installed_wheel: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deep_kernels", "emulate", "fp8_fp4_mqa_logits"]
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    (
+        (
+            ("emulate", "fp8_fp4_mqa_logits"),
+            "emulate: needs a checkout of the project; an installed package does not hold the emulator\n",
+        ),
+        (("tune", "mqa_logits"), "tune: needs a checkout of the project, whose tables it writes\n"),
+    ),
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_wheel_says_what_needs_a_checkout(
+    installed_wheel: Path, tmp_path: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    command = [sys.executable, "-m", "deep_kernels", *words]
     variables = environment(PYTHONPATH=str(installed_wheel))
     done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
-    sentence = "emulate: needs a checkout of the project; an installed package does not hold the emulator\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
 
 

@@ -165,7 +165,10 @@ def garbage_schedules(backend: Backend, inputs: Inputs) -> Iterator[tuple[str, T
     other = int32(backend, [7, 0, 3000, 64, 5, 90, 1])
     for num_sms in (1, 7, 132, 300):
         yield f"of {num_sms} SMs", metadata(backend, inputs, num_sms)
-        yield f"of another batch, {num_sms} SMs", dk.get_paged_mqa_logits_metadata(other, 16, num_sms, arch=backend.arch)
+        yield (
+            f"of another batch, {num_sms} SMs",
+            dk.get_paged_mqa_logits_metadata(other, 16, num_sms, arch=backend.arch),
+        )
     generator = torch.Generator().manual_seed(1)
     for length in (2, 3, 133, 1000):
         random = torch.randint(INT32_MIN, INT32_MAX, (length, 2), generator=generator, dtype=torch.int64)
@@ -247,7 +250,9 @@ def test_page_size_changes_no_bit(backend: Backend, format: str) -> None:
     for block_kv in formats.PAGE_SIZES:
         cache = formats.pack_paged_kv(*kv, block_kv).to(backend.device)
         table = torch.arange(512 // block_kv, dtype=torch.int32, device=backend.device)[None]
-        assert_same_bits(call(backend, replace(inputs, kv_cache=cache, block_table=table, context_lens=lens), 512), wanted)
+        assert_same_bits(
+            call(backend, replace(inputs, kv_cache=cache, block_table=table, context_lens=lens), 512), wanted
+        )
 
 
 @EVERY_BITS_CASE
@@ -491,7 +496,7 @@ def test_spreads_within_a_row(backend: Backend, format: str, spread: int) -> Non
     if is_refused(backend, inputs):
         return
     inputs = with_exponents(inputs, 127, 127)
-    num_blocks, block_kv, _, token_bytes = inputs.kv_cache.shape
+    block_kv, _, token_bytes = inputs.kv_cache.shape[1:]
     scales = inputs.kv_cache.flatten(1)[:, block_kv * (token_bytes - 4) :].unflatten(1, (block_kv, 4))
     scales[:, :, 0] = 127 + spread // 2
     scales[:, ::2, 1:] = 127 - spread // 2

@@ -1,4 +1,4 @@
-"""Tensors and transforms that no paged kernel serves: each is refused in a sentence, above the dispatcher's own ways."""
+"""Tensors and transforms that no paged kernel serves: each is refused in a sentence, above the dispatcher."""
 
 from __future__ import annotations
 

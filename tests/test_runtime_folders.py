@@ -169,6 +169,7 @@ def test_temporary_folder_of_somebody_else_is_not_trusted(
 
 def test_no_compile_names_the_spec(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_KERNELS_NO_COMPILE", "1")
+    monkeypatch.setenv("DEEP_KERNELS_MQA_CLEAN", "concurrent")  # whatever the table says
     with pytest.raises(dk.CompileError) as error:
         dk.prepare([{"op": "fp8_fp4_mqa_logits", "num_heads": 40, "head_dim": 64}], arch="sm_90a")
     assert str(error.value) == (

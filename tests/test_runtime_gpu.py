@@ -14,7 +14,7 @@ import torch
 from fresh import Fresh, run_threads
 
 import deep_kernels as dk
-from deep_kernels import _C
+from deep_kernels import _C, formats
 
 pytest_plugins = ("runtime_fixtures",)
 
@@ -41,9 +41,14 @@ one_gpu, two_gpus = needs_gpus(1), needs_gpus(2)
 # children have imported the package and not touched CUDA.
 
 
-def make_call(device: str, seed: int = 0, **options: Any) -> Any:
-    """Inputs of one op call on a device, the same values everywhere, and a function that calls it."""
+def make_call(device: str, seed: int = 0, format: str = "fp8", **options: Any) -> Any:
+    """Inputs of one op call on a device, the same values everywhere, and a function that calls it.
+
+    With MX formats, blocks of every third seed spread further than any 8-bit format can hold.
+    """
     import torch
+
+    from deep_kernels import formats
 
     generator = torch.Generator().manual_seed(seed)
 
@@ -51,10 +56,17 @@ def make_call(device: str, seed: int = 0, **options: Any) -> Any:
         return torch.randn(*shape, generator=generator)
 
     num_q, num_kv = 70, 700
-    inputs = {
-        "q": random(num_q, 8, 64).to(torch.float8_e4m3fn),
-        "kv": random(num_kv, 64).to(torch.float8_e4m3fn),
-        "kv_scale": random(num_kv).abs(),
+    values = {"q": random(num_q, 8, 64), "kv": random(num_kv, 64)}
+    if format == "fp8":
+        inputs = {name: value.to(torch.float8_e4m3fn) for name, value in values.items()}
+        inputs["kv_scale"] = random(num_kv).abs()
+    else:
+        inputs = {}
+        for name, value in values.items():
+            if seed % 3 == 2:  # large blocks of q meet small ones of kv
+                value[..., :32] *= 2.0**30 if name == "q" else 2.0**-30
+            inputs[name], inputs[f"{name}_scale"] = getattr(formats, f"quantize_{format}")(value)
+    inputs |= {
         "weights": random(num_q, 8),
         "start": torch.arange(num_q, dtype=torch.int32) * 3,
         "end": torch.arange(num_q, dtype=torch.int32) * 3 + 400,
@@ -62,7 +74,7 @@ def make_call(device: str, seed: int = 0, **options: Any) -> Any:
     tensors = {name: value.to(device) for name, value in inputs.items()}
 
     def call(**more: Any) -> Any:
-        q, kv = (tensors["q"], None), (tensors["kv"], tensors["kv_scale"])
+        q, kv = (tensors["q"], tensors.get("q_scale")), (tensors["kv"], tensors["kv_scale"])
         bounds = tensors["start"], tensors["end"]
         return dk.fp8_fp4_mqa_logits(q, kv, tensors["weights"], *bounds, **options, **more)
 
@@ -70,11 +82,11 @@ def make_call(device: str, seed: int = 0, **options: Any) -> Any:
     return call
 
 
-def assert_close(logits: Any, seed: int = 0) -> None:
+def assert_close(logits: Any, seed: int = 0, format: str = "fp8") -> None:
     """To what the CPU says of the same values: -inf in the same places, and little difference elsewhere."""
     import torch
 
-    expected = make_call("cpu", seed)()
+    expected = make_call("cpu", seed, format)()
     got = logits.cpu()
     assert torch.equal(got.isinf(), expected.isinf())
     inside = ~expected.isinf()
@@ -89,11 +101,11 @@ CHILD = {"using": (make_call, assert_close), "timeout": 120}
 # --- captures --------------------------------------------------------------------------------------------
 
 
-def capture_in_child(mode: str, use_schedule: bool) -> int:
+def capture_in_child(mode: str, use_schedule: bool, format: str) -> int:
     """The first call ever of the process is inside a capture; replays see new content of the inputs."""
     import torch
 
-    call, other = make_call("cuda", 1), make_call("cuda", 2)
+    call, other = make_call("cuda", 1, format), make_call("cuda", 2, format)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode=mode):
@@ -105,21 +117,26 @@ def capture_in_child(mode: str, use_schedule: bool) -> int:
     logits.fill_(7)
     graph.replay()
     torch.cuda.synchronize()
-    assert_close(logits, 1)
+    assert_close(logits, 1, format)
     for name, tensor in call.tensors.items():
         tensor.copy_(other.tensors[name])
     graph.replay()
     torch.cuda.synchronize()
-    assert_close(logits, 2)
+    assert_close(logits, 2, format)
     return len(_C.cache_files(_C.cache_dir()))
 
 
 @one_gpu
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 @pytest.mark.parametrize("use_schedule", [False, True], ids=["derived", "metadata"])
-def test_first_call_ever_inside_a_capture(fresh: Fresh, tmp_path: Path, mode: str, use_schedule: bool) -> None:
+@pytest.mark.parametrize("format", formats.FORMATS)
+def test_first_call_ever_inside_a_capture(
+    fresh: Fresh, tmp_path: Path, mode: str, use_schedule: bool, format: str
+) -> None:
+    if reason := dk.supported("fp8_fp4_mqa_logits", format=format, num_heads=8, head_dim=64):
+        pytest.skip(reason)
     env = {"DEEP_KERNELS_CACHE_DIR": tmp_path}
-    cold, warm = (fresh.run(capture_in_child, mode, use_schedule, env=env, **CHILD) for _ in range(2))
+    cold, warm = (fresh.run(capture_in_child, mode, use_schedule, format, env=env, **CHILD) for _ in range(2))
     assert cold == warm > use_schedule
 
 

@@ -37,10 +37,10 @@ struct MqaQueries {
   Format format;
   i32 head_dim;
   i32 num_heads;
-  i32 num_q;              // query tokens of all sequences
-  i32 num_per_sequence;   // of one
-  i32 width;              // columns of logits
-  const void* weights;    // [num_q, num_heads] weights_dtype
+  i32 num_q;             // query tokens of all sequences
+  i32 num_per_sequence;  // of one
+  i32 width;             // columns of logits
+  const void* weights;   // [num_q, num_heads] weights_dtype
   DType weights_dtype;
   i64 weights_stride;  // elements
 

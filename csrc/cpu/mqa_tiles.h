@@ -155,7 +155,8 @@ class TileWorker {
     const i32 num_columns = static_cast<i32>(in_.readable_end(end, kSumColumns) - first);
     const i32 num_rows = num_tokens_ * in_.num_heads;
     for (i32 column = 0; column < num_columns; ++column)
-      decode_row(in_.format, in_.head_dim, in_.kv_row(sequence_, first + column), narrow_.right(column));
+      decode_row(in_.format, in_.head_dim, in_.kv_row(sequence_, first + column),
+                 narrow_.right(column));
     narrow_.multiply(num_rows, num_columns);
     load_columns(first, begin, end);
     const bool is_wide = has_wide_token_ || has_wide_column_;
@@ -199,7 +200,8 @@ class TileWorker {
       wide_queries_loaded_ = true;
     }
     for (i32 column = 0; column < num_columns; ++column)
-      decode_row(in_.format, in_.head_dim, in_.kv_row(sequence_, first + column), wide_->right(column));
+      decode_row(in_.format, in_.head_dim, in_.kv_row(sequence_, first + column),
+                 wide_->right(column));
     wide_->multiply(num_rows, num_columns);
   }
 
@@ -263,8 +265,7 @@ void fill_outside(const Inputs& in, Logit* logits, i64 stride, Logit minus_infin
 }
 
 template <class Inputs, class Logit>
-void score_tiles(const Inputs& in, Logit* logits, i64 stride, bool clean,
-                 Logit minus_infinity) {
+void score_tiles(const Inputs& in, Logit* logits, i64 stride, bool clean, Logit minus_infinity) {
   if (clean) fill_outside(in, logits, stride, minus_infinity);
   const TilePlan plan(in);
   const i64 tile_work =

@@ -21,13 +21,13 @@ MqaQueries queries_of(Format format, i32 head_dim, const PagedMqaLogitsArgs& arg
 
 CodeRows query_rows(const PagedMqaLogitsArgs& args) {
   constexpr i64 kElement = sizeof(i32);
-  return {.values = args.q,
-          .exponents = reinterpret_cast<const u8*>(args.q_scale),
-          .value_strides = {args.q_request_stride, args.q_row_stride, args.q_head_stride},
-          .exponent_strides = {args.q_scale_request_stride * kElement,
-                               args.q_scale_row_stride * kElement,
-                               args.q_scale_head_stride * kElement},
-          .block_stride = 1};
+  return {
+      .values = args.q,
+      .exponents = reinterpret_cast<const u8*>(args.q_scale),
+      .value_strides = {args.q_request_stride, args.q_row_stride, args.q_head_stride},
+      .exponent_strides = {args.q_scale_request_stride * kElement,
+                           args.q_scale_row_stride * kElement, args.q_scale_head_stride * kElement},
+      .block_stride = 1};
 }
 
 // A sequence is a request here.
@@ -47,8 +47,8 @@ struct PagedMqaInputs : MqaQueries {
   MqaWindow window(i64 token) const {
     const i64 request = token / args.next_n;
     const i32 row = static_cast<i32>(token % args.next_n);
-    const i32 context = args.context_lens[request * args.context_request_stride +
-                                          row * args.context_row_stride];
+    const i32 context =
+        args.context_lens[request * args.context_request_stride + row * args.context_row_stride];
     return {0, paged_row_length(args, context, row)};
   }
   i64 column_of_zero(MqaWindow) const { return 0; }

@@ -41,8 +41,7 @@ void paged_mqa_schedule(const PagedMqaScheduleArgs& args) {
   i64 position = 0;  // cost of all requests before `request`
   for (i32 i = 0; i <= args.num_sms; ++i) {
     const i64 target = positions(i);
-    while (request < args.num_requests &&
-           position + paged_request_cost(tiles[request]) <= target)
+    while (request < args.num_requests && position + paged_request_cost(tiles[request]) <= target)
       position += paged_request_cost(tiles[request++]);
     const PagedCut cut = request < args.num_requests
                              ? paged_cut_in_request(request, target - position, tiles[request])

@@ -60,8 +60,8 @@ void run_kernel(const Arch& arch, c10::Device device, const Spec& spec, int grid
   if (device.is_cpu()) {
     const std::array<MapDescription, kNumMaps> plain{maps...};
     const std::span<const MapDescription> all(plain);
-    return emulator::launch(arch, spec, kernel_text(spec), grid, args,
-                            mapped ? all : all.first(0), buffers());
+    return emulator::launch(arch, spec, kernel_text(spec), grid, args, mapped ? all : all.first(0),
+                            buffers());
   }
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
   if (!mapped) return launch(module, device, spec, grid, args);

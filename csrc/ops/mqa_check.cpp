@@ -21,10 +21,11 @@ void check_scales(const MqaLogitsCall& call, const MqaProblem& p) {
     return;
   }
   const int64_t blocks = p.head_dim == kUnknown ? kUnknown : p.head_dim / 32;
-  mqa::check_mx_scale(kOp, "q scale", *call.q_scale, {{"num_q", p.num_q}, {"num_heads", p.num_heads}},
-                 {{"num_q", p.num_q}, {"num_heads", p.num_heads}, {"head_dim / 32", blocks}});
+  mqa::check_mx_scale(kOp, "q scale", *call.q_scale,
+                      {{"num_q", p.num_q}, {"num_heads", p.num_heads}},
+                      {{"num_q", p.num_q}, {"num_heads", p.num_heads}, {"head_dim / 32", blocks}});
   mqa::check_mx_scale(kOp, "kv scale", call.kv_scale, {{"num_kv", p.num_kv}},
-                 {{"num_kv", p.num_kv}, {"head_dim / 32", blocks}});
+                      {{"num_kv", p.num_kv}, {"head_dim / 32", blocks}});
 }
 
 MqaProblem check_tensors(const MqaLogitsCall& call) {

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include "ops/checks.h"
+#include "ops/mqa_clean_table.h"
 #include "ops/mqa_logits.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
@@ -9,18 +10,6 @@
 namespace deep_kernels {
 
 namespace {
-
-// Where the -inf fill happens, measured; see benchmarks/notes_mqa.md. The first row that fits wins.
-struct CleanRow {
-  Backend backend;
-  Clean placement;
-  const char* gpu;  // that it was measured on
-};
-constexpr CleanRow kCleanTable[] = {
-    {Backend::sm90, Clean::concurrent, "NVIDIA H200"},
-    // Its warps have no roles: nobody is free to fill meanwhile.
-    {Backend::sm89, Clean::deferred, nullptr},
-};
 
 // concurrent or deferred: overrules the table.
 constexpr const char* kCleanVariable = "DEEP_KERNELS_MQA_CLEAN";
@@ -38,9 +27,9 @@ Clean choose_mqa_clean(const MqaLogitsCase& wanted, Backend backend) {
   if (wanted.placement) return *wanted.placement;
   if (const auto text = settings::of_op(kCleanVariable))
     return parse_placement(kCleanVariable, *text);
-  for (const CleanRow& row : kCleanTable)
-    if (row.backend == backend) return row.placement;
-  return Clean::deferred;
+  const Schedule schedule = wanted.metadata ? Schedule::metadata : Schedule::derived;
+  const CleanRow* row = find_clean_row(kCleanTable, backend, wanted.format, schedule);
+  return row ? row->placement : Clean::deferred;  // which needs no warp of its own
 }
 
 MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
@@ -60,8 +49,15 @@ MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
 std::vector<TuningRow> mqa_logits_tuning() {
   std::vector<TuningRow> rows;
   for (const CleanRow& row : kCleanTable)
-    rows.push_back({kMqaLogitsOp, row.backend, row.gpu ? row.gpu : "",
-                    fmt::format("clean_logits fills {}", name_of(row.placement))});
+    rows.push_back(
+        {.op = kMqaLogitsOp,
+         .backend = row.backend,
+         .gpu = row.gpu,
+         .choice = fmt::format("clean_logits fills {}", name_of(row.placement)),
+         .cases = fmt::format("{}, {} schedule", name_of(row.format), name_of(row.schedule)),
+         .date = row.date,
+         .gain = row.gain,
+         .reason = row.reason});
   return rows;
 }
 

@@ -35,10 +35,10 @@ Format format_of(const char* op, const at::Tensor& q, const std::optional<at::Te
     throw ValueError(fmt::format("{}: q scale must be given with {} values (MXFP4), got None", op,
                                  dtype_name(type)));
   }
-  throw ValueError(fmt::format(
-      "{0}: q must be float8_e4m3fn [{1}, head_dim] or int8, uint8 or float4_e2m1fn_x2 "
-      "[{1}, head_dim / 2], got {2}",
-      op, q_shape, describe(q)));
+  throw ValueError(
+      fmt::format("{0}: q must be float8_e4m3fn [{1}, head_dim] or int8, uint8 or float4_e2m1fn_x2 "
+                  "[{1}, head_dim / 2], got {2}",
+                  op, q_shape, describe(q)));
 }
 
 void check_mx_scale(const char* op, const char* argument, const at::Tensor& scale, Shape packed,
@@ -56,8 +56,8 @@ void check_weights(const char* op, const at::Tensor& weights, int64_t num_q, int
 
 void check_logits_dtype(const char* op, at::ScalarType dtype) {
   if (dtype != at::kFloat && dtype != at::kBFloat16)
-    throw ValueError(fmt::format("{}: logits_dtype must be float32 or bfloat16, got {}", op,
-                                 dtype_name(dtype)));
+    throw ValueError(
+        fmt::format("{}: logits_dtype must be float32 or bfloat16, got {}", op, dtype_name(dtype)));
 }
 
 void check_out(const char* op, const at::Tensor& out, at::ScalarType dtype, int64_t num_q,

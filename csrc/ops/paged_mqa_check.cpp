@@ -33,17 +33,16 @@ void check_queries(const PagedMqaLogitsCall& call, PagedMqaProblem& p) {
   p.num_q = product(p.batch, p.next_n);
   if (p.num_q != kUnknown) to_i32(kOp, "batch * next_n", p.num_q);
   if (p.next_n == 0)
-    throw ValueError(fmt::format("{}: q must have next_n of 1 or more, got {}", kOp,
-                                 describe(call.q)));
+    throw ValueError(
+        fmt::format("{}: q must have next_n of 1 or more, got {}", kOp, describe(call.q)));
   if (p.format == Format::fp8) return;
   const int64_t blocks = p.head_dim == kUnknown ? kUnknown : p.head_dim / 32;
-  mqa::check_mx_scale(
-      kOp, "q scale", *call.q_scale,
-      {{"batch", p.batch}, {"next_n", p.next_n}, {"num_heads", p.num_heads}},
-      {{"batch", p.batch},
-       {"next_n", p.next_n},
-       {"num_heads", p.num_heads},
-       {"head_dim / 32", blocks}});
+  mqa::check_mx_scale(kOp, "q scale", *call.q_scale,
+                      {{"batch", p.batch}, {"next_n", p.next_n}, {"num_heads", p.num_heads}},
+                      {{"batch", p.batch},
+                       {"next_n", p.next_n},
+                       {"num_heads", p.num_heads},
+                       {"head_dim / 32", blocks}});
 }
 
 // Pages are packed inside; from page to page any stride goes that 16-byte copies can follow.
@@ -93,8 +92,9 @@ void check_context_lens(const char* op, const at::Tensor& context_lens, int64_t 
   else if (context_lens.dim() == 1)
     require(op, "context_lens", context_lens, {at::kInt}, {{"batch", batch}});
   else
-    throw ValueError(fmt::format("{}: context_lens must be int32 [batch] or [batch, next_n], got {}",
-                                 op, describe(context_lens)));
+    throw ValueError(
+        fmt::format("{}: context_lens must be int32 [batch] or [batch, next_n], got {}", op,
+                    describe(context_lens)));
 }
 
 PagedMqaProblem check_paged_mqa_inputs(const PagedMqaLogitsCall& call) {
@@ -102,8 +102,7 @@ PagedMqaProblem check_paged_mqa_inputs(const PagedMqaLogitsCall& call) {
   check_queries(call, p);
   check_cache(call, p);
   check_rows(call, p);
-  p.width =
-      call.max_context_len ? to_i32(kOp, "max_context_len", *call.max_context_len) : kUnknown;
+  p.width = call.max_context_len ? to_i32(kOp, "max_context_len", *call.max_context_len) : kUnknown;
   mqa::check_logits_dtype(kOp, call.logits_dtype);
   if (call.schedule) check_schedule(*call.schedule);
   require_rows(kOp, "q", call.q);

@@ -24,8 +24,8 @@ PagedMqaLogitsCase read_paged_mqa_logits_case(CaseReader& reader) {
   wanted.clean = false;
   mqa::read_case(reader, wanted);
   wanted.block_kv = reader.take_int("block_kv", wanted.block_kv);
-  wanted.next_n = checks::to_i32(reader.op().c_str(), "next_n",
-                                 reader.take_int("next_n", wanted.next_n));
+  wanted.next_n =
+      checks::to_i32(reader.op().c_str(), "next_n", reader.take_int("next_n", wanted.next_n));
   wanted.indices = reader.take_bool("indices", wanted.indices);
   checks::to_i32(reader.op().c_str(), "max_context_len", reader.take_int("max_context_len", 0));
   return wanted;
@@ -49,9 +49,9 @@ std::optional<std::string> paged_mqa_logits_refusal(const PagedMqaLogitsCase& wa
 PagedMqaLogitsSpec choose_paged_mqa_logits_spec(const PagedMqaLogitsCase& wanted,
                                                 const Arch& arch) {
   const i32 padded = mqa_padded_heads(static_cast<i32>(wanted.num_heads));
-  return paged_mqa_logits_spec(arch.backend, wanted.format, static_cast<i32>(wanted.head_dim),
-                               padded, wanted.logits_dtype,
-                               paged_unit_rows(arch.backend, padded, static_cast<i32>(wanted.next_n), wanted.indices));
+  return paged_mqa_logits_spec(
+      arch.backend, wanted.format, static_cast<i32>(wanted.head_dim), padded, wanted.logits_dtype,
+      paged_unit_rows(arch.backend, padded, static_cast<i32>(wanted.next_n), wanted.indices));
 }
 
 KernelText kernel_text(const PagedMqaLogitsSpec& spec) {

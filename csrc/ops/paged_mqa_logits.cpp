@@ -139,7 +139,8 @@ at::Tensor paged_mqa_logits(const PagedMqaLogitsCall& call, const std::optional<
   refuse_unsupported(wanted, arch.backend);
   at::Tensor logits = logits_of(call, p, out);
   if (logits.numel() == 0) return logits;
-  if (p.num_blocks == 0 || p.max_blocks == 0) {  // nothing to see, and no page for a map to begin at
+  if (p.num_blocks == 0 ||
+      p.max_blocks == 0) {  // nothing to see, and no page for a map to begin at
     if (call.clean) logits.fill_(-std::numeric_limits<double>::infinity());
     return logits;
   }

@@ -54,11 +54,10 @@ at::Tensor paged_mqa_logits_metadata(const PagedMqaMetadataCall& call) {
   const c10::Device device = call.context_lens.device();
   const auto emulated = device.is_cpu() ? emulator::arch_of(kOp, call.arch) : std::nullopt;
   if (!device.is_cpu() && !device.is_cuda())
-    throw ValueError(fmt::format("{}: context_lens must be on a CPU or CUDA device, got {}", kOp,
-                                 device.str()));
+    throw ValueError(
+        fmt::format("{}: context_lens must be on a CPU or CUDA device, got {}", kOp, device.str()));
   const c10::DeviceGuard guard(device);
-  const at::Tensor schedule =
-      at::empty({call.num_sms.value() + 1, 2}, call.context_lens.options());
+  const at::Tensor schedule = at::empty({call.num_sms.value() + 1, 2}, call.context_lens.options());
   const PagedMqaScheduleArgs args = make_args(call, schedule);
   if (device.is_cpu() && !emulated) {
     cpu::paged_mqa_schedule(args);
@@ -67,9 +66,8 @@ at::Tensor paged_mqa_logits_metadata(const PagedMqaMetadataCall& call) {
   const Arch arch = emulated ? *emulated : arch_of_call(kOp, call.arch, device);
   const PagedMqaScheduleSpec spec{Backend::sm89};
   const auto buffers = [&] {
-    std::vector<emulator::Buffer> all = {
-        emulator::buffer("schedule", schedule, /*writable=*/true),
-        emulator::buffer("context_lens", call.context_lens)};
+    std::vector<emulator::Buffer> all = {emulator::buffer("schedule", schedule, /*writable=*/true),
+                                         emulator::buffer("context_lens", call.context_lens)};
     if (call.indices) all.push_back(emulator::buffer("indices", *call.indices));
     return all;
   };

@@ -88,7 +88,9 @@ class PagedCase:
         num_pages = (int(owner.max()) + 1) * per_owner
         places = hash_bits(self.seed + 6, num_pages + SPARE_PAGES).argsort()[:num_pages].view(-1, per_owner)
         tokens = num_pages * self.block_kv
-        values = self._values(self.seed + 1, tokens).view(torch.uint8).view(-1, per_owner * self.block_kv, self.row_bytes)
+        values = (
+            self._values(self.seed + 1, tokens).view(torch.uint8).view(-1, per_owner * self.block_kv, self.row_bytes)
+        )
         scales = self._kv_scale_bytes(tokens).view(-1, per_owner * self.block_kv, 4)
 
         cache = torch.full((num_pages + SPARE_PAGES, self.block_kv * (self.row_bytes + 4)), 0xFF, dtype=torch.uint8)

@@ -52,7 +52,8 @@ struct MxSmem {
   alignas(128) i32 query_exponents[S.query_slots()][kMqaGroups][kMqaGroupRows];
   // Weights times the power of their row, NaN where the fast way cannot be gone.
   alignas(128) float powered[S.query_slots()][kMqaGroups][kMqaGroupRows];
-  i32 kv_is_wide[S.kv_stages];  // whether a row of the stage has no scale
+  // Bit g: the stage lies inside every window of group g, and all of its rows have scales.
+  i32 full_groups[S.kv_stages];
 };
 template <MqaLogitsSpec S>
 struct MxSmem<S, false> {};
@@ -316,6 +317,20 @@ DK_DEVICE bool has_wide_row(const MqaLogitsArgs& args, i32 row) {
   return ptx::any(looks && ptx::load_global(args.kv_wide + index) != 0);
 }
 
+// Bit g of the result: the kv rows [row, row + 256) lie inside every window of group g.
+template <MqaLogitsSpec S>
+DK_DEVICE i32 groups_inside(const Unit<S.tokens_per_block()>& unit, i32 row) {
+  i32 groups = 0;
+  DK_UNROLL
+  for (i32 group = 0; group < kMqaGroups; ++group) {
+    const bool inside =
+        row >= ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group])) &&
+        row + S.kv_stage_rows() <= ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
+    groups |= static_cast<i32>(inside) << group;
+  }
+  return groups;
+}
+
 // All lanes for MX formats, lane 0 alone without them.
 template <MqaLogitsSpec S, class Maps>
 DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
@@ -338,7 +353,8 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
       ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_drained[stages.slot]), stages.parity);
       if (S.is_mx() && ptx::lane_index() != 0) continue;
       if constexpr (S.is_mx())
-        ptx::store_shared_i32(ptx::smem_addr(&smem.mx.kv_is_wide[stages.slot]), is_wide);
+        ptx::store_shared_i32(ptx::smem_addr(&smem.mx.full_groups[stages.slot]),
+                              is_wide ? 0 : groups_inside<S>(unit, row));
       ptx::mbarrier_arrive_expect_tx(filled, kBytes);
       ptx::tma_load_2d(ptx::smem_addr(&smem.kv[stages.slot][0]), maps.kv, filled, 0, row);
       ptx::tma_load_1d(ptx::smem_addr(&smem.kv_scale[stages.slot][0]), maps.kv_scale, filled, row);
@@ -348,12 +364,30 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
 
 // --- math warpgroups -----------------------------------------------------------------------------
 
+// A tile's reduction runs while the tensor cores of the other warpgroups use the register file, and
+// is held up where neighbouring instructions read the same one of its two banks more than twice. A
+// score's bank is given (the parity of its register), ptxas orders the clamps and the FMAs, and lets
+// the clamps run ahead by a lead of its own: 2 modulo 4 is good, 0 is bad, 10% between them. What
+// tips the lead is when the scales are read; what turns a bad one around is which bank the weights
+// are in. Both are chosen here by counting conflicts in the machine code (scripts/bank_conflicts.py,
+// NVRTC 13.0); measurements in benchmarks/notes_mqa.md.
+enum class ScaleLoad { before, meanwhile, after };  // than the tensor cores work on the tile
+constexpr ScaleLoad scale_load(const MqaLogitsSpec& spec) {
+  if (spec.is_mx()) return ScaleLoad::after;
+  return spec.num_heads <= 32 ? ScaleLoad::before : ScaleLoad::meanwhile;
+}
+constexpr bool swaps_banks(const MqaLogitsSpec& spec) {
+  return spec.is_mx() && spec.num_heads == 64 && spec.schedule == Schedule::metadata;
+}
+
 template <MqaLogitsSpec S>
 struct Math {
   using Sum = HeadSum<S.order()>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
   using Descriptor = tile::KMajorDescriptor<S.head_dim>;
   static constexpr i32 kTiles = S.kv_stage_rows() / kTileRows;
+  static constexpr ScaleLoad kScaleLoad = scale_load(S);
+  static constexpr i32 kSwaps = swaps_banks(S);  // `powered` holds the weights of a pair swapped
 
   const MqaLogitsArgs& args;
   Smem<S>& smem;
@@ -361,9 +395,8 @@ struct Math {
   i32 tile_row;          // kv row inside a tile that this lane keeps first
   i32 slot;              // of the unit
   bool has_exact_token;  // MX: one of the group's weights cannot be had the fast way
-  u32 query_low;         // descriptor of the group's query rows
-  u32 kv_low;            // descriptor of kv stage 0
-  u32 tokens;            // address of the lane's first Token, others of its group behind it
+  u32 query_low;  // descriptor of the group's query rows
+  u32 kv_low;     // descriptor of kv stage 0
   float weight[32];
   // Where kv row tile_row of the coming stage goes. Several tokens leave no registers for several
   // pointers: there they are made anew for every tile.
@@ -371,6 +404,11 @@ struct Math {
   Logit* out;
   tile::Ring<S.kv_stages> stages;
 
+  // Address of the lane's first Token, others of its group behind it.
+  DK_DEVICE u32 first_token() const {
+    return ptx::smem_addr(
+        &smem.unit[slot].token[group * S.tokens_per_group() + Sum::first_token()]);
+  }
   DK_DEVICE Logit* row_pointer(u32 token, i32 kv_row) const {
     return static_cast<Logit*>(args.logits) + ptx::load_shared_i64(token) + kv_row + tile_row;
   }
@@ -394,6 +432,10 @@ struct Math {
   static DK_DEVICE u32 scale_at(u32 scales, i32 tile, i32 i) {
     return scales + 4 * (tile * kTileRows + 8 * i);
   }
+  static DK_DEVICE void load_scales(float (&scale)[Sum::kRows], u32 scales, i32 tile) {
+    DK_UNROLL
+    for (i32 i = 0; i < Sum::kRows; ++i) scale[i] = ptx::load_shared_f32(scale_at(scales, tile, i));
+  }
   static DK_DEVICE i32 row_offset(i32 tile, i32 i) { return tile * kTileRows + 8 * i; }
 
   // Sums and stores the token sets of a tile, which lies inside every window, one after the other.
@@ -407,7 +449,7 @@ struct Math {
       Sum::join(kept, sum);
       DK_UNROLL
       for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
-        Logit* row = stage_pointer(tokens + sizeof(Token) * Sum::further(kSet, slot), kv_row);
+        Logit* row = stage_pointer(first_token() + sizeof(Token) * Sum::further(kSet, slot), kv_row);
         DK_UNROLL
         for (i32 i = 0; i < Sum::kRows; ++i)
           if (Sum::stores()) store_logit(row + row_offset(tile, i), kept[slot][i] * scale[i]);
@@ -417,7 +459,7 @@ struct Math {
   }
 
   DK_DEVICE WideOperands<WideRows<S.head_dim>> wide_operands(i32 tile, i32 kv_row) const {
-    const i32 first = tile * kTileRows + ptx::warp_index() % 4 * 16;  // of the warp's rows
+    const i32 first = tile * kTileRows + tile_row / 16 * 16;  // of the warp's rows
     WideOperands<WideRows<S.head_dim>> at{
         .kv = {ptx::smem_addr(&smem.kv[stages.slot][0]) + first * S.head_dim},
         .kv_exponents = {},
@@ -441,7 +483,7 @@ struct Math {
         RebasedWideSum<S>::mend(logit[set], wide_operands(tile, kv_row), set);
       DK_UNROLL
       for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
-        const u32 token = tokens + sizeof(Token) * Sum::further(set, slot);
+        const u32 token = first_token() + sizeof(Token) * Sum::further(set, slot);
         Logit* row = stage_pointer(token, kv_row);
         DK_UNROLL
         for (i32 i = 0; i < Sum::kRows; ++i) {
@@ -463,7 +505,7 @@ struct Math {
       Sum::join(logit[kSet], sum);
       DK_UNROLL
       for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
-        const u32 token = tokens + sizeof(Token) * Sum::further(kSet, slot);
+        const u32 token = first_token() + sizeof(Token) * Sum::further(kSet, slot);
         DK_UNROLL
         for (i32 i = 0; i < Sum::kRows; ++i)
           logit[kSet][slot][i] =
@@ -482,27 +524,26 @@ struct Math {
   // Scores, head sums and stores of 64 kv rows.
   template <bool kEdge>
   DK_DEVICE void one_tile(i32 tile, u32 kv, u32 scales, i32 kv_row) const {
-    const bool is_last = tile == kTiles - 1;
     float x[64];
+    float scale[Sum::kRows];
+    if constexpr (!kEdge && kScaleLoad == ScaleLoad::before) load_scales(scale, scales, tile);
     start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
-    if constexpr (kEdge) {  // scales are read where they are used: the edge tests need registers
-      ptx::wgmma_wait_group<0>(x);
+    if constexpr (!kEdge && kScaleLoad == ScaleLoad::meanwhile) load_scales(scale, scales, tile);
+    ptx::wgmma_wait_group<0>(x);
+    if constexpr (!kEdge && kScaleLoad == ScaleLoad::after) load_scales(scale, scales, tile);
+    if constexpr (kEdge)  // scales are read where they are used: the edge tests need registers
       reduce_edge(x, scales, tile, kv_row);
-      if (is_last) release_stage();
-    } else {
-      float scale[Sum::kRows];
-      DK_UNROLL
-      for (i32 i = 0; i < Sum::kRows; ++i)
-        scale[i] = ptx::load_shared_f32(scale_at(scales, tile, i));
-      ptx::wgmma_wait_group<0>(x);
-      if (is_last) release_stage();
+    else
       reduce(x, scale, tile, kv_row);
-    }
+    if (tile == kTiles - 1) release_stage();
   }
 
+  DK_DEVICE void wait_for_stage() const {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
+  }
   template <bool kEdge>
   DK_DEVICE void stage(i32 kv_row) {
-    ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
+    if constexpr (!S.is_mx()) wait_for_stage();
     const u32 scales = ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + 4 * tile_row;
     const u32 kv = kv_low + stages.slot * (S.kv_stage_bytes() >> 4);
     if constexpr (kEdge) {  // few of them: one copy of the tile, which compiles faster
@@ -552,7 +593,7 @@ struct Math {
     }
     ptx::store_shared_i32(exponents, found.exponents(given));
     const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights[slot][group][column]));
-    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[slot][group][column]),
+    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[slot][group][column ^ kSwaps]),
                           powered_weight(weight, found.power()) * column_factor(column));
     ptx::fence_proxy_async();
     ptx::barrier_sync(barrier, kMqaGroupRows);
@@ -566,7 +607,7 @@ struct Math {
       return ptx::smem_addr(&smem.weights[slot][group][column]);
   }
 
-  DK_DEVICE void open_unit(const Unit<S.tokens_per_block()>& unit, i32 kv_row) {
+  DK_DEVICE void open_unit(i32 kv_row) {
     if constexpr (S.is_mx()) rebase_queries();
     query_low = Descriptor::low(ptx::smem_addr(&smem.query[slot][group][0]));
     const u32 weights = fast_weights();
@@ -574,8 +615,8 @@ struct Math {
     for (i32 octet = 0; octet < 16; ++octet) {
       float pair[2];
       ptx::load_shared_f32x2(pair, weights + 4 * 8 * octet);
-      weight[2 * octet] = pair[0];
-      weight[2 * octet + 1] = pair[1];
+      weight[2 * octet] = pair[kSwaps];
+      weight[2 * octet + 1] = pair[1 - kSwaps];
     }
     if constexpr (S.is_mx()) {  // four lanes hold all columns of the group
       bool is_nan = false;
@@ -583,21 +624,19 @@ struct Math {
       for (i32 i = 0; i < 32; ++i) is_nan = is_nan || weight[i] != weight[i];
       has_exact_token = ptx::any(is_nan);
     }
-    tokens = ptx::smem_addr(&unit.token[group * S.tokens_per_group() + Sum::first_token()]);
-    if constexpr (kKeepsPointer) out = row_pointer(tokens, kv_row);
+    if constexpr (kKeepsPointer) out = row_pointer(first_token(), kv_row);
   }
   // Whether the coming stage lies inside every window of the group, and can be had the fast way.
   DK_DEVICE bool is_full(const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
-    // Read for every stage: registers are scarcer than these loads.
-    const i32 full_begin = ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group]));
-    const i32 full_end = ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
-    const bool is_inside = kv_row >= full_begin && kv_row + S.kv_stage_rows() <= full_end;
     if constexpr (S.is_mx()) {
-      if (!is_inside || has_exact_token) return false;
-      ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);
-      return ptx::load_shared_i32(ptx::smem_addr(&smem.mx.kv_is_wide[stages.slot])) == 0;
+      const i32 groups = ptx::load_shared_i32(ptx::smem_addr(&smem.mx.full_groups[stages.slot]));
+      return (groups >> group & 1) != 0 && !has_exact_token;
+    } else {
+      // Read for every stage: registers are scarcer than these loads.
+      const i32 full_begin = ptx::load_shared_i32(ptx::smem_addr(&unit.full_begin[group]));
+      const i32 full_end = ptx::load_shared_i32(ptx::smem_addr(&unit.full_end[group]));
+      return kv_row >= full_begin && kv_row + S.kv_stage_rows() <= full_end;
     }
-    return is_inside;
   }
 
   DK_DEVICE void run() {
@@ -613,9 +652,10 @@ struct Math {
       if (num_stages == 0) return;
       i32 kv_row = ptx::load_shared_i32(ptx::smem_addr(&unit.kv_begin));
       slot = units.slot;
-      open_unit(unit, kv_row);
+      open_unit(kv_row);
       DK_NO_UNROLL
       for (; num_stages > 0; --num_stages, kv_row += S.kv_stage_rows()) {
+        if constexpr (S.is_mx()) wait_for_stage();  // it says whether it is full
         if (is_full(unit, kv_row))
           stage<false>(kv_row);
         else

@@ -35,19 +35,6 @@ DK_DEVICE void mqa_rebase(const MqaRebaseArgs& args) {
     found.add(mx_exponent(given, block), codes.is_zero());
     found.template join<kBlocks>();
     if (exists) {
-      given = ptx::load_global(args.exponents + row * args.exponents_stride);
-      const u8* from = args.values + row * args.values_stride + block * mx_block_bytes(S.format);
-      codes.load([&](u32(&bytes)[4], i32 offset) { ptx::load_global_x4(bytes, from + offset); });
-    }
-    MxRow<S.format> found;
-    found.add(mx_exponent(given, block), codes.is_zero());
-    DK_UNROLL
-    for (i32 other = 1; other < kBlocks; other *= 2) {
-      found.low = min_of(found.low, ptx::shuffle_xor(found.low, other));
-      found.high = max_of(found.high, ptx::shuffle_xor(found.high, other));
-      found.is_nan = ptx::shuffle_xor(static_cast<i32>(found.is_nan), other) != 0 || found.is_nan;
-    }
-    if (exists) {
       codes.rebase(found.shift(mx_exponent(given, block)));
       u8* to = args.codes + i64{row} * S.head_dim + block * kMxBlock;
       ptx::store_global_x4(to, codes.word[0], codes.word[1], codes.word[2], codes.word[3]);
