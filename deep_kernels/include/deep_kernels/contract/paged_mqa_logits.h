@@ -240,11 +240,12 @@ constexpr u8 paged_kv_stages(Backend backend, Format format, i32 head_dim) {
   const i32 stages = 8 * 128 / paged_row_bytes(format, head_dim);
   return static_cast<u8>(min_of(stages, 16));
 }
-// One warpgroup needs about 700 clocks for a tile that comes in 500 (same study).
+// One warpgroup needs about 700 clocks for a tile that comes in 500 (same study). MXFP8 needs
+// registers for scores of single blocks, and 128 columns for twice as many.
 constexpr u8 paged_math_groups(Backend backend, Format format, i32 num_heads) {
   if (backend == Backend::sm89) return 1;
-  if (format == Format::fp8) return 4;
-  return num_heads == 128 ? 2 : 3;
+  if (format != Format::fp8 && num_heads == 128) return 2;
+  return format == Format::mxfp8 ? 3 : 4;
 }
 // How many rows share a tile: as many as a request has, up to 4 or what fits into shared memory,
 // and enough to fill an MMA.
