@@ -303,22 +303,11 @@ void meet_poison(At at) {
 namespace {
 
 const char* meeting_name(Meeting what) {
-  constexpr const char* names[] = {"sync_warp",
-                                   "shuffle",
-                                   "shuffle_xor",
-                                   "shuffle_up",
-                                   "any",
-                                   "reduce_add",
-                                   "reduce_min",
-                                   "reduce_max",
-                                   "ldmatrix",
-                                   "mma",
-                                   "barrier_sync",
-                                   "set_max_registers",
-                                   "wgmma_fence",
-                                   "wgmma",
-                                   "wgmma_commit_group",
-                                   "wgmma_wait_group"};
+  constexpr const char* names[] = {
+      "sync_warp",   "shuffle",    "shuffle_xor",        "shuffle_up",
+      "any",         "reduce_add", "reduce_min",         "reduce_max",
+      "ldmatrix",    "mma",        "barrier_sync",       "set_max_registers",
+      "wgmma_fence", "wgmma",      "wgmma_commit_group", "wgmma_wait_group"};
   return names[static_cast<u8>(what)];
 }
 

@@ -240,11 +240,12 @@ constexpr u8 paged_kv_stages(Backend backend, Format format, i32 head_dim) {
   const i32 stages = 8 * 128 / paged_row_bytes(format, head_dim);
   return static_cast<u8>(min_of(stages, 16));
 }
-// One warpgroup needs about 700 clocks for a tile that comes in 500 (same study).
+// One warpgroup needs about 700 clocks for a tile that comes in 500 (same study). MXFP8 needs
+// registers for scores of single blocks, and 128 columns for twice as many.
 constexpr u8 paged_math_groups(Backend backend, Format format, i32 num_heads) {
   if (backend == Backend::sm89) return 1;
-  if (format == Format::fp8) return 4;
-  return num_heads == 128 ? 2 : 3;
+  if (format != Format::fp8 && num_heads == 128) return 2;
+  return format == Format::mxfp8 ? 3 : 4;
 }
 // How many rows share a tile: as many as a request has, up to 4 or what fits into shared memory,
 // and enough to fill an MMA.
@@ -294,18 +295,20 @@ constexpr PagedMqaLogitsMaps<Map> paged_mqa_logits_maps(const PagedMqaLogitsSpec
   const bool by_request = args.indices != nullptr;
   const i64 rows = by_request ? args.num_requests : args.next_n;
   const i64 groups = by_request ? 1 : args.num_requests;
-  maps.q = {
-      .base = args.q,
-      .dims = {row_bytes, args.num_heads, rows, groups},
-      .strides = {1, args.q_head_stride, by_request ? args.q_request_stride : args.q_row_stride,
-                  by_request ? 16 : args.q_request_stride},
-      .box = {row_bytes, spec.order().heads_per_octet(), spec.order().tokens_per_octet(), 1},
-      .rank = 4,
-      .type = MapType::u8_,
-      .swizzle = swizzle};
+  // What a dimension of one element has for a stride may be anything.
+  const auto stride_of = [](i64 stride, i64 size) { return size > 1 ? stride : 16; };
+  maps.q = {.base = args.q,
+            .dims = {row_bytes, args.num_heads, rows, groups},
+            .strides = {1, stride_of(args.q_head_stride, args.num_heads),
+                        stride_of(by_request ? args.q_request_stride : args.q_row_stride, rows),
+                        stride_of(args.q_request_stride, groups)},
+            .box = {row_bytes, spec.order().heads_per_octet(), spec.order().tokens_per_octet(), 1},
+            .rank = 4,
+            .type = MapType::u8_,
+            .swizzle = swizzle};
   maps.kv = {.base = args.kv_cache,
              .dims = {row_bytes, args.block_kv, args.num_blocks},
-             .strides = {1, row_bytes, args.block_stride},
+             .strides = {1, row_bytes, stride_of(args.block_stride, args.num_blocks)},
              .box = {row_bytes, min_of(args.block_kv, kPagedTileRows), 1},
              .rank = 3,
              .type = MapType::u8_,

@@ -76,11 +76,11 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
 }
 
 // A block starts with equal registers for all, a multiple of 8; what the helpers give up the math
-// warps take.
+// warps take. Of MX formats the scheduler rebases query rows.
 template <PagedMqaLogitsSpec S>
 struct RoleRegisters {
   static constexpr i32 kStart = 65536 / S.num_threads() / 8 * 8;
-  static constexpr i32 kHelper = S.math_groups == 4 ? 32 : 56;
+  static constexpr i32 kHelper = S.math_groups == 2 ? 72 : S.is_mx() ? 64 : 32;
   static constexpr i32 kMath = min_of(232, (kStart + (kStart - kHelper) / S.math_groups) / 8 * 8);
 };
 
