@@ -173,7 +173,7 @@ template <class Logit>
 DK_DEVICE void fill_behind_tiles(const PagedMqaLogitsArgs& args, i32 warp, i32 num_warps) {
   constexpr i32 kPiece = 8192;  // columns
   if (!args.clean) return;
-  const i32 pieces = ceil_div(args.width, kPiece);
+  const i32 pieces = (args.width - 1) / kPiece + 1;
   const i64 total = i64{args.num_q} * pieces;
   DK_NO_UNROLL
   for (i64 i = ptx::block_index() * num_warps + warp; i < total;
@@ -181,9 +181,10 @@ DK_DEVICE void fill_behind_tiles(const PagedMqaLogitsArgs& args, i32 warp, i32 n
     const i32 row = static_cast<i32>(i / pieces);
     const i32 begin = static_cast<i32>(i % pieces) * kPiece;
     const RequestRows rows = load_request(args, row / args.next_n);
-    const i32 covered = paged_num_tiles(rows.longest) * kPagedTileRows;
-    fill_row(static_cast<Logit*>(args.logits) + row * args.logits_stride, max_of(begin, covered),
-             min_of(begin + kPiece, args.width));
+    const i64 covered = i64{paged_num_tiles(rows.longest)} * kPagedTileRows;
+    fill_row(static_cast<Logit*>(args.logits) + row * args.logits_stride,
+             static_cast<i32>(clamp_to<i64>(covered, begin, args.width)),
+             begin + min_of(kPiece, args.width - begin));
   }
 }
 
