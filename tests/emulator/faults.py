@@ -14,6 +14,7 @@ SM89 = "kernels/mqa_logits_sm89.cuh"
 TILE = "kernels/mqa_logits_tile.cuh"
 SCHEDULE = "kernels/mqa_schedule.cuh"
 LAYOUT = "tile/layout.cuh"
+FRAGMENTS = "tile/fragments.cuh"
 
 _PLAIN = MqaCase(num_q=21, num_kv=700, num_heads=64, head_dim=128, windows="causal")
 _DEFERRED = MqaCase(num_q=21, num_kv=700, num_heads=64, head_dim=128, windows="causal", clean="deferred")
@@ -57,8 +58,8 @@ def _fault(
     return Fault(name, backend, (Edit(file, old, new, count),), tuple(kinds.split()), words, case)
 
 
-_ARRIVE_DRAINED = "      if (is_last) release_stage();\n"
-_WAIT_WGMMA = "      ptx::wgmma_wait_group<0>(x);\n"
+_ARRIVE_DRAINED = "    if (tile == kTiles - 1) release_stage();\n"
+_WAIT_WGMMA = "    ptx::wgmma_wait_group<0>(x);\n"
 
 FAULTS = [
     # --- fences and waits that are not there
@@ -101,13 +102,13 @@ FAULTS = [
         "pending-async race uninitialized", ("math", "wgmma"),
     ),
     _fault(
-        "no wait for wgmma", "sm90", SM90, _WAIT_WGMMA, "", "accumulator", ("wgmma", "in flight"), count=2,
+        "no wait for wgmma", "sm90", SM90, _WAIT_WGMMA, "", "accumulator", ("wgmma", "in flight"),
     ),
     _fault("no wgmma.fence", "sm90", SM90, "    ptx::wgmma_fence();\n", "", "accumulator", ("wgmma.fence",)),
     # --- reuse too early
     _fault(
         "stage released before its wgmma are done", "sm90", SM90,
-        _WAIT_WGMMA + _ARRIVE_DRAINED, _ARRIVE_DRAINED + _WAIT_WGMMA,
+        _WAIT_WGMMA, _ARRIVE_DRAINED + _WAIT_WGMMA,
         "race pending-async", ("wgmma",), MqaCase(num_q=8, num_kv=1100, windows="full", num_sms=1),
     ),
     _fault(
@@ -222,7 +223,8 @@ FAULTS = [
         "bounds", ("logits", "store"), MqaCase(num_q=3, num_kv=300, windows="causal"),
     ),
     _fault(
-        "weights of one head too many", "sm90", TILE, "head >= args.num_heads", "head > args.num_heads",
+        "weights of one head too many", "sm90", TILE, "head >= args.num_heads) return 0.0f;",
+        "head > args.num_heads) return 0.0f;",
         "bounds", ("weights",), _ODD_HEADS,
     ),
     _fault(
@@ -247,7 +249,7 @@ FAULTS = [
     ),
     _fault(
         "two lanes store one logit", "sm90", TILE,
-        "return S.num_heads <= 64 || ptx::lane_index() % 4 < 2;", "return true;",
+        "return kLanes < 4 || ptx::lane_index() % 4 < 2;", "return true;",
         "race", ("logits", "nothing orders"), _ALL_HEADS,
     ),
     _fault(
@@ -274,9 +276,9 @@ FAULTS = [
         "race", ("nothing orders",), MqaCase(num_q=70, num_kv=300, num_sms=1, windows="full"),
     ),
     _fault(
-        "ldmatrix of an odd address", "sm89", SM89,
-        "rows + tile::swizzled_offset<S.head_dim>(lane % 16, 2 * step + lane / 16)",
-        "rows + 8 + tile::swizzled_offset<S.head_dim>(lane % 16, 2 * step + lane / 16)",
+        "ldmatrix of an odd address", "sm89", FRAGMENTS,
+        "rows + swizzled_offset<kRowBytes>(lane % 16, 2 * step + lane / 16)",
+        "rows + 8 + swizzled_offset<kRowBytes>(lane % 16, 2 * step + lane / 16)",
         "alignment", ("ldmatrix",),
     ),
     _fault(
