@@ -10,6 +10,7 @@
 #include "ops/device.h"
 #include "ops/emulator.h"
 #include "ops/mqa_check.h"
+#include "ops/mqa_fold.h"
 #include "ops/mqa_rebase.h"
 #include "runtime/errors.h"
 #include "runtime/store.h"
@@ -53,6 +54,7 @@ struct Operands {
   at::Tensor q_exponents;  // MX: int32 [num_q, num_heads]
   at::Tensor kv_scale;     // fp8
   RebasedKv kv;            // MX
+  at::Tensor folded;       // folded reduction
 };
 
 // TMA takes bases at multiples of 16 bytes, and boxes that begin at multiples of 16 bytes too: scales
@@ -61,9 +63,13 @@ Operands prepare_operands(const MqaLogitsCall& call, const MqaProblem& p, const 
   if (p.format != Format::fp8)
     return {.q_exponents = packed_exponents(*call.q_scale),
             .kv_scale = {},
-            .kv = rebase_kv(arch, p.format, static_cast<i32>(p.head_dim), call.kv, call.kv_scale)};
+            .kv = rebase_kv(arch, p.format, static_cast<i32>(p.head_dim), call.kv, call.kv_scale),
+            .folded = {}};
   const bool copies = arch.backend == Backend::sm90 && !is_aligned_16(call.kv_scale);
-  return {.q_exponents = {}, .kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale, .kv = {}};
+  return {.q_exponents = {},
+          .kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale,
+          .kv = {},
+          .folded = {}};
 }
 
 MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const Operands& operands,
@@ -76,6 +82,8 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const Op
       .kv_exponents = nullptr,
       .kv_wide = nullptr,
       .weights = call.weights.const_data_ptr(),
+      .folded = nullptr,
+      .folded_scale = nullptr,
       .kv_start = static_cast<const i32*>(call.kv_start.const_data_ptr()),
       .kv_end = static_cast<const i32*>(call.kv_end.const_data_ptr()),
       .schedule =
@@ -121,6 +129,7 @@ MqaLogitsCase case_of(const MqaLogitsCall& call, const MqaProblem& p) {
           .logits_dtype = contract_dtype(call.logits_dtype),
           .clean = call.clean,
           .metadata = call.schedule.has_value(),
+          .folded = call.reduction == "folded",
           .placement = std::nullopt};
 }
 
@@ -143,8 +152,9 @@ void run_emulated(const MqaLogitsCall& call, const Operands& operands, const Mqa
   } else {
     buffers.push_back(emulator::buffer("kv scale", operands.kv_scale));
   }
+  if (spec.is_folded()) buffers.push_back(emulator::buffer("folded", operands.folded));
   const MqaLogitsMaps<MapDescription> maps = mqa_logits_maps(spec, args);
-  const MapDescription list[] = {maps.q, maps.kv, maps.kv_scale};
+  const MapDescription list[] = {maps.q, maps.kv, maps.kv_scale, maps.folded};
   const bool mapped = spec.backend == Backend::sm90;
   emulator::launch(arch, spec, kernel_text(spec), grid, args,
                    mapped ? std::span(list) : std::span<const MapDescription>(),
@@ -155,14 +165,16 @@ void run_kernel(const MqaLogitsCall& call, const MqaProblem& p, const MqaLogitsC
                 const Arch& arch, const at::Tensor& out) {
   const c10::Device device = call.q.device();
   const MqaLogitsSpec spec = choose_mqa_logits_spec(wanted, arch);
-  const Operands operands = prepare_operands(call, p, arch);
-  const MqaLogitsArgs args = make_args(call, p, operands, out);
+  Operands operands = prepare_operands(call, p, arch);
+  MqaLogitsArgs args = make_args(call, p, operands, out);
+  if (spec.is_folded()) operands.folded = fold_queries(arch, spec, call, args);
   const int grid = spec.grid(args, usable_sms(device));
   if (device.is_cpu()) return run_emulated(call, operands, spec, args, arch, grid, out);
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
   if (spec.backend == Backend::sm90) {
     const MqaLogitsMaps<MapDescription> plain = mqa_logits_maps(spec, args);
-    MqaLogitsMaps<EncodedMap> maps{encode(plain.q), encode(plain.kv), encode(plain.kv_scale)};
+    MqaLogitsMaps<EncodedMap> maps{encode(plain.q), encode(plain.kv), encode(plain.kv_scale), {}};
+    if (spec.is_folded()) maps.folded = encode(plain.folded);
     launch(module, device, spec, grid, args, maps);
   } else {
     launch(module, device, spec, grid, args);
