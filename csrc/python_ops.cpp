@@ -2,6 +2,7 @@
 #include "python_ops.h"
 
 #include "ops/mqa_logits.h"
+#include "ops/paged_mqa_logits.h"
 #include "python_args.h"
 #include "python_lock.h"
 
@@ -87,6 +88,66 @@ py::object mqa_metadata_call(py::handle start_arg, py::handle end_arg, py::handl
   return wrapped(std::move(result));
 }
 
+template <Purpose kPurpose>
+py::object paged_mqa_logits_call(py::handle q_pair, py::handle cache_arg, py::handle weights_arg,
+                                 py::handle lens_arg, py::handle table_arg, py::handle schedule_arg,
+                                 py::handle max_len_arg, py::handle clean_arg, py::handle dtype_arg,
+                                 py::handle indices_arg, py::handle arch_arg, py::handle out_arg) {
+  PythonArgs args(kPagedMqaLogitsOp);
+  const auto [q_object, q_scale_object] = args.pair("q", q_pair);
+  const Tensor& q = args.tensor("q", q_object);
+  const OptionalTensor q_scale = args.optional_tensor("q scale", q_scale_object);
+  const Tensor& cache = args.tensor("kv_cache", cache_arg);
+  const Tensor& weights = args.tensor("weights", weights_arg);
+  const Tensor& lens = args.tensor("context_lens", lens_arg);
+  const Tensor& table = args.tensor("block_table", table_arg);
+  const OptionalTensor schedule = args.optional_tensor("schedule_meta", schedule_arg);
+  const OptionalTensor indices = args.optional_tensor("indices", indices_arg);
+  const OptionalTensor out = args.out("out", out_arg);
+  const std::optional<int64_t> max_len = args.count("max_context_len", max_len_arg);
+  const bool clean = args.boolean("clean_logits", clean_arg);
+  const at::ScalarType dtype = args.dtype("logits_dtype", dtype_arg);
+  const std::optional<std::string> arch = args.optional_text("arch", arch_arg);
+  const PagedMqaLogitsCall call{q,        q_scale, cache, weights, lens,    table,
+                                schedule, max_len, clean, dtype,   indices, arch};
+  if (kPurpose == Purpose::check) {
+    check_paged_mqa_logits(call, out);
+    return py::none();
+  }
+  if (!args.is_plain()) return not_plain();
+  Tensor result;
+  {
+    const PythonUnlocked unlocked;
+    result = paged_mqa_logits(call, out);
+  }
+  if (out) return py::reinterpret_borrow<py::object>(out_arg);
+  return wrapped(std::move(result));
+}
+
+template <Purpose kPurpose>
+py::object paged_mqa_metadata_call(py::handle lens_arg, py::handle block_kv_arg,
+                                   py::handle num_sms_arg, py::handle indices_arg,
+                                   py::handle arch_arg) {
+  PythonArgs args(kPagedMqaMetadataOp);
+  const Tensor& lens = args.tensor("context_lens", lens_arg);
+  const OptionalTensor indices = args.optional_tensor("indices", indices_arg);
+  const std::optional<int64_t> block_kv = args.count("block_kv", block_kv_arg);
+  const std::optional<int64_t> num_sms = args.count("num_sms", num_sms_arg);
+  const std::optional<std::string> arch = args.optional_text("arch", arch_arg);
+  const PagedMqaMetadataCall call{lens, block_kv, num_sms, indices, arch};
+  if (kPurpose == Purpose::check) {
+    check_paged_mqa_logits_metadata(call);
+    return py::none();
+  }
+  if (!args.is_plain()) return not_plain();
+  Tensor result;
+  {
+    const PythonUnlocked unlocked;
+    result = paged_mqa_logits_metadata(call);
+  }
+  return wrapped(std::move(result));
+}
+
 }  // namespace
 
 void add_ops(py::module_& m) {
@@ -94,6 +155,10 @@ void add_ops(py::module_& m) {
   m.def("check_fp8_fp4_mqa_logits", mqa_logits_call<Purpose::check>);
   m.def("get_mqa_logits_metadata", mqa_metadata_call<Purpose::run>);
   m.def("check_get_mqa_logits_metadata", mqa_metadata_call<Purpose::check>);
+  m.def("fp8_fp4_paged_mqa_logits", paged_mqa_logits_call<Purpose::run>);
+  m.def("check_fp8_fp4_paged_mqa_logits", paged_mqa_logits_call<Purpose::check>);
+  m.def("get_paged_mqa_logits_metadata", paged_mqa_metadata_call<Purpose::run>);
+  m.def("check_get_paged_mqa_logits_metadata", paged_mqa_metadata_call<Purpose::check>);
   m.def("mqa_schedule_length", [](int num_q, int num_heads, int num_sms) {
     return mqa_schedule_length(num_q, num_heads, num_sms);
   });

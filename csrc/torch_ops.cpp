@@ -3,6 +3,7 @@
 
 #include "ops/guards.h"
 #include "ops/mqa_logits.h"
+#include "ops/paged_mqa_logits.h"
 #include "python_errors.h"
 
 namespace deep_kernels {
@@ -47,6 +48,38 @@ Tensor mqa_metadata_op(const Tensor& kv_start, const Tensor& kv_end, int64_t num
   });
 }
 
+Tensor paged_mqa_logits_op(const Tensor& q, const OptionalTensor& q_scale, const Tensor& kv_cache,
+                           const Tensor& weights, const Tensor& context_lens,
+                           const Tensor& block_table, const OptionalTensor& schedule,
+                           int64_t max_context_len, bool clean, at::ScalarType logits_dtype,
+                           const OptionalTensor& indices, std::optional<std::string_view> arch) {
+  return raising_in_python([&] {
+    return paged_mqa_logits({q, q_scale, kv_cache, weights, context_lens, block_table, schedule,
+                             max_context_len, clean, logits_dtype, indices, owned(arch)},
+                            std::nullopt);
+  });
+}
+
+void paged_mqa_logits_out_op(const Tensor& q, const OptionalTensor& q_scale, const Tensor& kv_cache,
+                             const Tensor& weights, const Tensor& context_lens,
+                             const Tensor& block_table, const OptionalTensor& schedule,
+                             int64_t max_context_len, bool clean, at::ScalarType logits_dtype,
+                             const OptionalTensor& indices, std::optional<std::string_view> arch,
+                             Tensor& out) {
+  raising_in_python([&] {
+    paged_mqa_logits({q, q_scale, kv_cache, weights, context_lens, block_table, schedule,
+                      max_context_len, clean, logits_dtype, indices, owned(arch)},
+                     out);
+  });
+}
+
+Tensor paged_mqa_metadata_op(const Tensor& context_lens, int64_t block_kv, int64_t num_sms,
+                             const OptionalTensor& indices, std::optional<std::string_view> arch) {
+  return raising_in_python([&] {
+    return paged_mqa_logits_metadata({context_lens, block_kv, num_sms, indices, owned(arch)});
+  });
+}
+
 void guard_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   raising_in_python([&] { refuse_what_no_backend_serves(op, *stack); });
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
@@ -72,29 +105,44 @@ TORCH_LIBRARY(deep_kernels, m) {
   m.def(
       "get_mqa_logits_metadata(Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, "
       "SymInt num_kv_tokens, SymInt num_heads, SymInt num_sms, str? arch=None) -> Tensor");
+  m.def(
+      "fp8_fp4_paged_mqa_logits(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, "
+      "Tensor context_lens, Tensor block_table, Tensor? schedule_meta, SymInt max_context_len, "
+      "bool clean_logits=False, ScalarType logits_dtype=float, Tensor? indices=None, "
+      "str? arch=None) -> Tensor");
+  m.def(
+      "fp8_fp4_paged_mqa_logits_out(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, "
+      "Tensor context_lens, Tensor block_table, Tensor? schedule_meta, SymInt max_context_len, "
+      "bool clean_logits, ScalarType logits_dtype, Tensor? indices, str? arch, Tensor(a!) out) "
+      "-> ()");
+  m.def(
+      "get_paged_mqa_logits_metadata(Tensor context_lens, SymInt block_kv, SymInt num_sms, "
+      "Tensor? indices=None, str? arch=None) -> Tensor");
 }
 
 void register_kernels(torch::Library& m) {
   m.impl("fp8_fp4_mqa_logits", mqa_logits_op);
   m.impl("fp8_fp4_mqa_logits_out", mqa_logits_out_op);
   m.impl("get_mqa_logits_metadata", mqa_metadata_op);
+  m.impl("fp8_fp4_paged_mqa_logits", paged_mqa_logits_op);
+  m.impl("fp8_fp4_paged_mqa_logits_out", paged_mqa_logits_out_op);
+  m.impl("get_paged_mqa_logits_metadata", paged_mqa_metadata_op);
 }
 TORCH_LIBRARY_IMPL(deep_kernels, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(deep_kernels, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(deep_kernels, Autograd, m) {
-  for (const char* name :
-       {"fp8_fp4_mqa_logits", "fp8_fp4_mqa_logits_out", "get_mqa_logits_metadata"})
+  for (const char* name : {"fp8_fp4_mqa_logits", "fp8_fp4_mqa_logits_out",
+                           "get_mqa_logits_metadata", "fp8_fp4_paged_mqa_logits",
+                           "fp8_fp4_paged_mqa_logits_out", "get_paged_mqa_logits_metadata"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&guard_op>());
 }
-TORCH_LIBRARY_IMPL(deep_kernels, Negative, m) {
-  m.impl("fp8_fp4_mqa_logits_out",
-         torch::CppFunction::makeFromBoxedFunction<&refuse_lazy_out_op>());
+void refuse_lazy_outs(torch::Library& m) {
+  for (const char* name : {"fp8_fp4_mqa_logits_out", "fp8_fp4_paged_mqa_logits_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_lazy_out_op>());
 }
-TORCH_LIBRARY_IMPL(deep_kernels, Conjugate, m) {
-  m.impl("fp8_fp4_mqa_logits_out",
-         torch::CppFunction::makeFromBoxedFunction<&refuse_lazy_out_op>());
-}
+TORCH_LIBRARY_IMPL(deep_kernels, Negative, m) { refuse_lazy_outs(m); }
+TORCH_LIBRARY_IMPL(deep_kernels, Conjugate, m) { refuse_lazy_outs(m); }
 
 }  // namespace
 }  // namespace deep_kernels

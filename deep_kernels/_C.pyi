@@ -58,6 +58,47 @@ def check_get_mqa_logits_metadata(
     arch: str | None,
     /,
 ) -> None: ...
+def fp8_fp4_paged_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    max_context_len: int,
+    clean_logits: bool,
+    logits_dtype: torch.dtype,
+    indices: Tensor | None,
+    arch: str | None,
+    out: Tensor | None,
+    /,
+) -> Tensor: ...  # or NotImplemented
+def check_fp8_fp4_paged_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    max_context_len: int | torch.SymInt,
+    clean_logits: bool,
+    logits_dtype: torch.dtype,
+    indices: Tensor | None,
+    arch: str | None,
+    out: Tensor | None,
+    /,
+) -> None: ...
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None, arch: str | None, /
+) -> Tensor: ...  # or NotImplemented
+def check_get_paged_mqa_logits_metadata(
+    context_lens: Tensor,
+    block_kv: int | torch.SymInt,
+    num_sms: int | torch.SymInt,
+    indices: Tensor | None,
+    arch: str | None,
+    /,
+) -> None: ...
 def ops() -> list[str]: ...
 def supported(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> str | None: ...
 def prepare(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> list[dict[str, Any]]: ...

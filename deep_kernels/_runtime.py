@@ -89,8 +89,8 @@ def supported(op: str, arch: str | None = None, **case: Any) -> str | None:
         arch: backend ("sm89", "sm90", "cpu"), target ("sm_90a") or both ("sm89:sm_90a"). Default: the card
             at hand, and the CPU where there is none.
         case: public argument names, and the words format ("fp8", "mxfp8", "mxfp4"), num_heads, head_dim,
-            weights_dtype, logits_dtype, clean_logits, compressed, metadata, reduction. dtypes are torch dtypes
-            or their names. What is left out has the op's default.
+            weights_dtype, logits_dtype, clean_logits, compressed, metadata, reduction; with paged ops also block_kv,
+            next_n, indices (a bool). dtypes are torch dtypes or their names. What is left out has the op's default.
     Returns:
         One sentence that begins with the op's name, the same that the call itself would raise; None if it runs.
     Raises:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
@@ -132,10 +130,6 @@ def fp8_mqa_logits(
     )
 
 
-def _refuse(op: str) -> NoReturn:
-    raise _runtime.UnsupportedError(_runtime.supported(op, arch="cpu"))
-
-
 def fp8_fp4_paged_mqa_logits(
     q: tuple[Tensor, Tensor | None],
     kv_cache: Tensor,
@@ -151,8 +145,66 @@ def fp8_fp4_paged_mqa_logits(
     out: Tensor | None = None,
     arch: str | None = None,
 ) -> Tensor:
-    """fp8_fp4_mqa_logits over a paged kv cache. Not part of this version yet: raises UnsupportedError."""
-    _refuse("fp8_fp4_paged_mqa_logits")
+    """fp8_fp4_mqa_logits for decoding: every request has a few query tokens and its kv tokens in pages of a cache.
+
+    logits[b * next_n + r, j] = sum_h weights[b * next_n + r, h] * relu(dot(q[b, r, h, :], kv[b, j, :])) * scale[b, j]
+
+    for 0 <= j < length of the row, where kv token j of request b is token j % block_kv of page
+    block_table[b, j // block_kv].
+
+    Args:
+        q: (values, scale). FP8: float8_e4m3fn [batch, next_n, num_heads, head_dim] and None. MXFP8: the same values
+            and int32 [batch, next_n, num_heads], byte b being the UE8M0 exponent of elements 32b..32b+31, or
+            float8_e8m0fnu [batch, next_n, num_heads, head_dim / 32]. MXFP4: e2m1 pairs, low nibble first, as int8,
+            uint8 or float4_e2m1fn_x2 [batch, next_n, num_heads, head_dim / 2], and a scale as MXFP8. next_n of 1 or
+            more, num_heads from 1 to 128, head_dim 32, 64 or 128. Rows contiguous, other strides multiples of 16
+            bytes.
+        kv_cache: uint8 [num_blocks, block_kv, 1, head_dim + 4] (MXFP4: head_dim / 2 + 4), of the format that q has.
+            In the memory of a page come the values of all its tokens, then the scales of all: float32 (FP8) or int32
+            (MX), as deep_kernels.formats.pack_paged_kv lays them out. block_kv 16, 32, 64, 128 or 256. Pages
+            contiguous, any multiple of 16 bytes from page to page.
+        weights: float32, bfloat16 or float16 [batch * next_n, num_heads], rows contiguous.
+        context_lens: int32 [batch], where row r of a request sees context - next_n + r + 1 tokens, or
+            [batch, next_n], the length of each row; any strides. A length below 1 is an empty row, one beyond
+            max_context_len or the reach of the table is cut off there.
+        block_table: int32 [batch, max_blocks], rows contiguous. Entries behind the last that a request needs may
+            be anything; those it needs are from 0 to num_blocks - 1, else its logits are unspecified.
+        schedule_meta: int32 [num_sms + 1, 2] of get_paged_mqa_logits_metadata, contiguous, a hint: any content gives
+            the same bits; None: the kernel cuts the work itself.
+        max_context_len: columns of the result.
+        clean_logits: True writes -inf to every column beyond the row's length, False leaves them unspecified.
+        logits_dtype: float32 or bfloat16.
+        indices: int32 [batch], the request that each row belongs to, where batches vary in length; next_n is 1 then.
+            A hint: block_table has a row for each row all the same, equal for those of one request.
+        out: where to write, [batch * next_n, max_context_len] of logits_dtype, rows contiguous, no overlap with an
+            input, judged by extents, from the first byte to the last. It is returned.
+        arch: as in fp8_fp4_mqa_logits.
+    Units: lengths in kv tokens; logits in units of weights times values times scales.
+    Returns:
+        [batch * next_n, max_context_len]; rows at multiples of 1024 bytes, and always further apart than they are
+        wide, unless out is given.
+    Raises:
+        ValueError, TypeError, UnsupportedError, CompileError: as fp8_fp4_mqa_logits.
+    Source: the lightning indexer of the DeepSeek-V3.2 report; names, order of arguments and layout of the cache as
+    DeepGEMM's callers use.
+    """
+    if not torch.compiler.is_compiling():
+        result = _C.fp8_fp4_paged_mqa_logits(
+            q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, logits_dtype,
+            indices, arch, out,
+        )  # fmt: skip
+        if result is not NotImplemented:
+            return result
+    q_values, q_scale = q
+    arguments = (
+        q_values, q_scale, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
+        logits_dtype, indices, arch,
+    )  # fmt: skip
+    if out is None:
+        logits: Tensor = torch.ops.deep_kernels.fp8_fp4_paged_mqa_logits(*arguments)
+        return logits
+    torch.ops.deep_kernels.fp8_fp4_paged_mqa_logits_out(*arguments, out)
+    return out
 
 
 def fp8_paged_mqa_logits(
@@ -168,8 +220,11 @@ def fp8_paged_mqa_logits(
     out: Tensor | None = None,
     arch: str | None = None,
 ) -> Tensor:
-    """fp8_fp4_paged_mqa_logits under its older name. Not part of this version yet: raises UnsupportedError."""
-    _refuse("fp8_fp4_paged_mqa_logits")
+    """fp8_fp4_paged_mqa_logits under its older name: q is the float8_e4m3fn values alone. See there for all else."""
+    return fp8_fp4_paged_mqa_logits(
+        (q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
+        out=out, arch=arch,
+    )  # fmt: skip
 
 
 def get_paged_mqa_logits_metadata(
@@ -180,14 +235,42 @@ def get_paged_mqa_logits_metadata(
     *,
     arch: str | None = None,
 ) -> Tensor:
-    """Schedule of fp8_fp4_paged_mqa_logits. Not part of this version yet: raises UnsupportedError."""
-    _refuse("get_paged_mqa_logits_metadata")
+    """Cuts the work of fp8_fp4_paged_mqa_logits into num_sms equal runs, so that each call need not do it itself.
+
+    Args:
+        context_lens: int32 [batch] or [batch, next_n], any strides, as the logits will be asked for.
+        block_kv: tokens per page: 16, 32, 64, 128 or 256. num_sms: runs, from 1 to 65535; get_num_sms() fits.
+        indices: as in fp8_fp4_paged_mqa_logits: int32 [batch].
+        arch: as in fp8_fp4_mqa_logits.
+    Units: an opaque list of (request, tile of 64 kv tokens) pairs, whatever the page size.
+    Returns:
+        int32 [num_sms + 1, 2] on the device of the lengths.
+    Raises:
+        ValueError, TypeError: as fp8_fp4_mqa_logits.
+    Source: split scheduling as in DeepGEMM's function of this name; the balance is this project's.
+    """
+    if not torch.compiler.is_compiling():
+        result = _C.get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms, indices, arch)
+        if result is not NotImplemented:
+            return result
+    schedule: Tensor = torch.ops.deep_kernels.get_paged_mqa_logits_metadata(
+        context_lens, block_kv, num_sms, indices, arch
+    )
+    return schedule
 
 
 # --- fake versions: every output shape is a function of input shapes alone -------------------------------
 
 
 # Shapes, dtypes, strides and devices are refused by the checks of the real ones, as far as they are known.
+
+
+def _empty_logits(num_q: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    per_unit = _ROW_ALIGN_BYTES // dtype.itemsize
+    # In this form torch knows for every width that rows are further apart than they are wide, and traces of any
+    # width need no guard on it.
+    stride = width + per_unit - width % per_unit
+    return torch.empty_strided((num_q, width), (stride, 1), dtype=dtype, device=device)
 
 
 def _fake_mqa_logits(
@@ -210,11 +293,7 @@ def _fake_mqa_logits(
         logits_dtype, schedule_meta, reduction, arch, None,
     )  # fmt: skip
     width = kv.shape[0] if max_seqlen_k == 0 else max_seqlen_k
-    per_unit = _ROW_ALIGN_BYTES // logits_dtype.itemsize
-    # In this form torch knows for every width that rows are further apart than they are wide, and traces of any
-    # width need no guard on it.
-    stride = width + per_unit - width % per_unit
-    return torch.empty_strided((q.shape[0], width), (stride, 1), dtype=logits_dtype, device=q.device)
+    return _empty_logits(q.shape[0], width, logits_dtype, q.device)
 
 
 def _fake_mqa_logits_out(
@@ -251,10 +330,62 @@ def _fake_mqa_logits_metadata(
     return torch.empty(2 * (num_sms + 1), dtype=torch.int32, device=cu_seq_len_k_start.device)
 
 
+def _fake_paged_mqa_logits(
+    q: Tensor,
+    q_scale: Tensor | None,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
+    arch: str | None = None,
+) -> Tensor:
+    _C.check_fp8_fp4_paged_mqa_logits(
+        (q, q_scale), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
+        logits_dtype, indices, arch, None,
+    )  # fmt: skip
+    return _empty_logits(weights.shape[0], max_context_len, logits_dtype, q.device)
+
+
+def _fake_paged_mqa_logits_out(
+    q: Tensor,
+    q_scale: Tensor | None,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    max_context_len: int,
+    clean_logits: bool,
+    logits_dtype: torch.dtype,
+    indices: Tensor | None,
+    arch: str | None,
+    out: Tensor,
+) -> None:
+    _C.check_fp8_fp4_paged_mqa_logits(
+        (q, q_scale), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
+        logits_dtype, indices, arch, out,
+    )  # fmt: skip
+
+
+def _fake_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None, arch: str | None = None
+) -> Tensor:
+    _C.check_get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms, indices, arch)
+    return torch.empty((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
+
+
 # Overriding, because the package may be imported anew in one process while its operators stay registered.
 for _name, _fake in (
     ("fp8_fp4_mqa_logits", _fake_mqa_logits),
     ("fp8_fp4_mqa_logits_out", _fake_mqa_logits_out),
     ("get_mqa_logits_metadata", _fake_mqa_logits_metadata),
+    ("fp8_fp4_paged_mqa_logits", _fake_paged_mqa_logits),
+    ("fp8_fp4_paged_mqa_logits_out", _fake_paged_mqa_logits_out),
+    ("get_paged_mqa_logits_metadata", _fake_paged_mqa_logits_metadata),
 ):
     torch.library.register_fake(f"deep_kernels::{_name}", _fake, allow_override=True)

@@ -52,9 +52,13 @@ class Graph:
         torch.cuda.synchronize()
 
 
-def measure(functions: Mapping[str, Callable[[], object]], samples: int = 40, calls: int = 5) -> dict[str, Timing]:
-    """Rotating timings of all functions, microseconds per call."""
-    graphs = {name: Graph(function, calls) for name, function in functions.items()}
+def measure(
+    functions: Mapping[str, Callable[[], object]], samples: int = 40, calls: int | Mapping[str, int] = 5
+) -> dict[str, Timing]:
+    """Rotating timings of all functions, microseconds per call; `calls` to a graph, of all or by name."""
+    graphs = {
+        name: Graph(function, calls if isinstance(calls, int) else calls[name]) for name, function in functions.items()
+    }
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times: dict[str, list[float]] = {name: [] for name in functions}
     names = list(functions)
@@ -69,7 +73,7 @@ def measure(functions: Mapping[str, Callable[[], object]], samples: int = 40, ca
             graph.replay()
             end.record()
             end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1000 / calls)
+            times[name].append(begin.elapsed_time(end) * 1000 / graphs[name].calls)
     return {name: Timing(values) for name, values in times.items()}
 
 
@@ -104,6 +108,18 @@ def host_microseconds(function: Callable[[], object], calls: int = 300, rounds: 
         best = min(best, time.perf_counter() - start)
     torch.cuda.synchronize()
     return best / calls * 1e6
+
+
+def read_call(num_bytes: int = 1 << 30) -> tuple[Callable[[], object], int]:
+    """The yardstick of what lives on memory: a sum of float32, and the bytes that it reads."""
+    x = torch.randn(num_bytes // 4, device="cuda")
+    return x.sum, num_bytes
+
+
+def empty_call() -> Callable[[], object]:
+    """As close to an empty kernel as torch has: what a launch costs at least."""
+    one = torch.zeros(1, device="cuda")
+    return lambda: one.fill_(0.0)
 
 
 def fp8_peak_call(size: int = 8192) -> tuple[Callable[[], object], float]:

@@ -150,6 +150,74 @@ def mqa_logits(
     return logits, inside
 
 
+# ------------------------------------------------------------------------------------------ paged mqa logits
+
+
+def paged_kv(kv_cache: Tensor, pages: list[int], num_tokens: int, format: str) -> tuple[Tensor, Tensor]:
+    """The first tokens of a row of pages as raw values [N, D] and scale [N]; within a page all values come first."""
+    num_bytes = kv_cache.shape[3] - 4
+    block_kv = kv_cache.shape[1]
+    raw = _as_bytes(kv_cache[pages]).to(torch.uint8).flatten(1)
+    values, scale = (
+        part.unflatten(1, (block_kv, -1)).flatten(0, 1)[:num_tokens].contiguous()
+        for part in raw.split((block_kv * num_bytes, block_kv * 4), dim=1)
+    )
+    return (
+        values if format == "mxfp4" else values.view(torch.float8_e4m3fn),
+        scale.view(torch.float32 if format == "fp8" else torch.int32).squeeze(1),
+    )
+
+
+def paged_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    max_context_len: int,
+    *,
+    format: str,
+    clean: bool,
+) -> tuple[Tensor, Tensor]:
+    """The paged MQA logits of raw quantized inputs, in float64: row b * next_n + r sees the first tokens of request b.
+
+    Args:
+        q: values [B, next_n, H, D] and scale, as in mqa_logits with one more dimension.
+        kv_cache: uint8 [num_blocks, block_kv, 1, D + 4] (mxfp4: D / 2 + 4).
+        weights: [B * next_n, H].
+        context_lens: [B], of which row r sees next_n - 1 - r fewer, or [B, next_n].
+        block_table: [B, max_blocks].
+        max_context_len: columns of the logits.
+        format, clean: as in mqa_logits.
+    Returns:
+        logits: float64 [B * next_n, max_context_len], and inside: bool, same shape, as in mqa_logits.
+    """
+    batch, next_n = q[0].shape[:2]
+    block_kv = kv_cache.shape[1]
+    lens = context_lens.detach().cpu().long()
+    if lens.dim() == 1:
+        lens = lens[:, None] + torch.arange(next_n) - (next_n - 1)
+    lens = lens.clamp(0, min(max_context_len, block_table.shape[1] * block_kv))
+    rows = [(torch.empty(0, max_context_len, dtype=torch.float64), torch.empty(0, max_context_len, dtype=torch.bool))]
+    for b in range(batch):
+        longest = int(lens[b].max())
+        pages = block_table[b, : -(-longest // block_kv)].tolist() if longest else []
+        one = (q[0][b], None if q[1] is None else q[1][b])
+        kv = paged_kv(kv_cache, pages, longest, format)
+        part = slice(b * next_n, (b + 1) * next_n)
+        if max_context_len == 0:
+            rows.append((torch.empty(next_n, 0, dtype=torch.float64), torch.empty(next_n, 0, dtype=torch.bool)))
+            continue
+        starts = torch.zeros_like(lens[b])
+        rows.append(
+            mqa_logits(
+                one, kv, weights[part], starts, lens[b], format=format, clean=clean, max_seqlen_k=max_context_len
+            )
+        )
+    logits, inside = zip(*rows, strict=True)
+    return torch.cat(logits), torch.cat(inside)
+
+
 # ------------------------------------------------------------------------------------------ comparing
 
 

@@ -345,38 +345,88 @@ WGMMA = """
   }
   ptx::sync_threads();
   if (thread == 0) {
-    ptx::mbarrier_arrive_expect_tx(kBase + 60000, (64 + 128) * %(span)d);
+    ptx::mbarrier_arrive_expect_tx(kBase + 60000, (64 + %(n)d) * %(span)d);
     ptx::tma_load_2d(kBase, maps.map[0], kBase + 60000, 0, 0);
     ptx::tma_load_2d(kBase + 64 * %(span)d, maps.map[1], kBase + 60000, 0, 0);
   }
   ptx::mbarrier_wait(kBase + 60000, 0);
   using Descriptor = tile::KMajorDescriptor<%(span)d>;
-  float d[64];
+  const i32 row = thread / 32 * 16 + lane / 4;
+  float d[%(n)d / 2];
+  u32 a[%(span)d / 32][4];  // fragments, where a comes in registers
+  for (i32 k = 0; k < %(span)d / 32; ++k)
+    for (i32 i = 0; i < 4; ++i)
+      a[k][i] = static_cast<u32>(ptx::load_global(reinterpret_cast<const i32*>(
+          in0 + (row + i %% 2 * 8) * %(span)d + k * 32 + i / 2 * 16 + lane %% 4 * 4)));
   ptx::wgmma_fence();
   for (i32 k = 0; k < %(span)d / 32; ++k)
-    ptx::wgmma_m64n128k32_e4m3(d, Descriptor::make(Descriptor::low(kBase) + 2 * k),
-                               Descriptor::make(Descriptor::low(kBase + 64 * %(span)d) + 2 * k), k > 0);
+    ptx::wgmma_m64n%(n)dk32_e4m3%(call)s(
+        d, %(a)s, Descriptor::make(Descriptor::low(kBase + 64 * %(span)d) + 2 * k), k > 0);
   ptx::wgmma_commit_group();
   ptx::wgmma_wait_group<0>(d);
-  for (i32 i = 0; i < 64; ++i) {
-    const i32 row = thread / 32 * 16 + lane / 4 + i / 2 %% 2 * 8;
+  for (i32 i = 0; i < %(n)d / 2; ++i) {
     const i32 column = i / 4 * 8 + lane %% 4 * 2 + i %% 2;
-    ptx::store_global(reinterpret_cast<float*>(out0) + row * 128 + column, d[i]);
+    ptx::store_global(reinterpret_cast<float*>(out0) + (row + i / 2 %% 2 * 8) * %(n)d + column, d[i]);
   }
+"""
+IN_SHARED_MEMORY = "Descriptor::make(Descriptor::low(kBase) + 2 * k)"
+
+
+@pytest.mark.parametrize("a", ["shared", "registers", "negated"])
+@pytest.mark.parametrize("n", [32, 64, 128])
+@pytest.mark.parametrize("span", [32, 64, 128])
+def test_wgmma_reads_what_tma_wrote(span: int, n: int, a: str) -> None:
+    left, right = e4m3_values(1, 64, span).view(torch.uint8), e4m3_values(2, n, span).view(torch.uint8)
+    found, wanted = torch.zeros(64, n), torch.empty(64, n)
+    call = {"shared": "", "registers": "<1>", "negated": "<-1>"}[a]
+    run_kernel(
+        WGMMA % {"span": span, "n": n, "call": call, "a": "a[k]" if call else IN_SHARED_MEMORY},
+        threads=128, inputs=[left.view(torch.int32), right], outputs=[found],
+        maps=[Map(left, [64, span], span), Map(right, [n, span], span)],
+    )  # fmt: skip
+    signed = left ^ 0x80 if a == "negated" else left
+    tensors = (signed, right, torch.zeros(64, n), wanted)
+    core().dk_emulator_wgmma_e4m3(64, n, span, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors))
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+BULK = """
+  ptx::mbarrier_arrive_expect_tx(barrier, %(expected)d);
+  ptx::bulk_load(kBase + %(to)d, in0 + %(at)d, %(bytes)d, barrier, ptx::evict_first_policy());
+  ptx::mbarrier_wait(barrier, 0);
 """
 
 
-@pytest.mark.parametrize("span", [32, 64, 128])
-def test_wgmma_reads_what_tma_wrote(span: int) -> None:
-    a, b = e4m3_values(1, 64, span).view(torch.uint8), e4m3_values(2, 128, span).view(torch.uint8)
-    found, wanted = torch.zeros(64, 128), torch.empty(64, 128)
-    run_kernel(
-        WGMMA % {"span": span}, threads=128, inputs=[a, b], outputs=[found],
-        maps=[Map(a, [64, span], span), Map(b, [128, span], span)],
-    )  # fmt: skip
-    c = torch.zeros(64, 128)
-    core().dk_emulator_wgmma_e4m3(64, 128, span, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, c, wanted)))
-    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+def test_bulk_copy() -> None:
+    tensor, found = torch.arange(1024, dtype=torch.int32), torch.zeros(132, dtype=torch.int32)
+    copy = BULK % {"expected": 528, "to": 16, "at": 48, "bytes": 528}
+    body = (
+        SETUP
+        + f"""if (thread == 0) {{{copy}}}
+  ptx::sync_threads();
+  for (i32 i = thread; i < 132; i += 32)
+    ptx::store_global(reinterpret_cast<i32*>(out0) + i, ptx::load_shared_i32(kBase + 16 + 4 * i));"""
+    )
+    run_kernel(body, inputs=[tensor], outputs=[found])
+    assert torch.equal(found, tensor[12:144])
+
+
+def test_byte_permute() -> None:
+    """Bytes by number, and with the top bit of a nibble their signs."""
+    found = torch.zeros(4, dtype=torch.int64)
+    body = """
+  const u32 results[] = {ptx::byte_permute(0x03020100u, 0x87060504u, 0x5140u),
+                         ptx::byte_permute(0x03020100u, 0x87060504u, 0xfffff367u),
+                         ptx::byte_permute(0x03020180u, 0x87060504u, 0x8f9eu),
+                         ptx::reduce_add(static_cast<u32>(lane) + 0xfffffff0u)};
+  if (thread == 0)
+    for (i32 i = 0; i < 4; ++i) {
+      ptx::store_global(reinterpret_cast<i32*>(out0) + 2 * i, static_cast<i32>(results[i]));
+      ptx::store_global(reinterpret_cast<i32*>(out0) + 2 * i + 1, 0);
+    }"""
+    run_kernel(body, outputs=[found.view(torch.int32)])
+    wanted = [0x05010400, 0xFF030687, 0xFFFF0000, (31 * 16 + 32 * 0xFFFFFFF0) & 0xFFFFFFFF]
+    assert found.tolist() == wanted
 
 
 # --- every check, by a kernel of a few lines --------------------------------------------------------------------------
@@ -417,6 +467,18 @@ CHECKS: list[tuple[str, str, dict[str, object], str, tuple[str, ...]]] = [
     ("write and read in two warps",
      "if (thread == 0) ptx::store_shared_i32(kBase, 1);\n if (thread == 32) ptx::load_shared_i32(kBase);",
      {"threads": 64}, "race", ("warp 0", "warp 1", "nothing orders")),
+    ("bulk copy of too few bytes",
+     SETUP + "if (thread == 0) {" + BULK % {"expected": 24, "to": 0, "at": 0, "bytes": 24} + "}",
+     {"inputs": [torch.zeros(64, dtype=torch.uint8)]}, "bounds", ("24 bytes", "multiple of 16")),
+    ("bulk copy from a misaligned place",
+     SETUP + "if (thread == 0) {" + BULK % {"expected": 32, "to": 0, "at": 8, "bytes": 32} + "}",
+     {"inputs": [torch.zeros(64, dtype=torch.uint8)]}, "alignment", ("bulk copy", "multiple of 16")),
+    ("bulk copy beyond the tensor",
+     SETUP + "if (thread == 0) {" + BULK % {"expected": 32, "to": 0, "at": 48, "bytes": 32} + "}",
+     {"inputs": [torch.zeros(64, dtype=torch.uint8)]}, "bounds", ("bulk copy",)),
+    ("bulk copy to a misaligned place",
+     SETUP + "if (thread == 0) {" + BULK % {"expected": 32, "to": 8, "at": 0, "bytes": 32} + "}",
+     {"inputs": [torch.zeros(64, dtype=torch.uint8)]}, "alignment", ("multiple of 16",)),
     ("write and read with a barrier between",
      "if (thread == 0) ptx::store_shared_i32(kBase, 1);\n ptx::sync_threads();\n ptx::load_shared_i32(kBase);",
      {"threads": 64}, "", ()),

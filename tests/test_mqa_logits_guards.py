@@ -38,7 +38,8 @@ def eager(inputs: Inputs, out: Tensor | None) -> Any:
     return call(CPU, inputs, out=out)
 
 
-THROUGH = pytest.mark.parametrize("through", (flat, eager), ids=("ops", "eager"))
+THROUGH_WORDS = ("ops", "eager")
+THROUGH = pytest.mark.parametrize("through", (flat, eager), ids=THROUGH_WORDS)
 
 
 @THROUGH

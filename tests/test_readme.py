@@ -42,8 +42,20 @@ def test_the_snippet_of_the_op_runs() -> None:
     assert bool((logits[~inside] == -torch.inf).all())
 
 
+def test_the_snippet_of_the_paged_op_runs() -> None:
+    names: dict[str, Any] = {}
+    dense, paged, _ = fenced(ROOT / "README.md", "python")
+    exec(dense + paged, names)
+    logits, lens = names["logits"], names["lens"]
+    assert torch.equal(logits.isfinite().sum(dim=1), lens)
+    # The same tokens as in the dense snippet, whose first row sees fewer of them.
+    assert torch.equal(logits[0, :700], names["dk"].fp8_fp4_mqa_logits(
+        (names["q"], None), (names["kv"], names["kv_scale"]), names["weights"], names["start"], names["end"]
+    )[0, :700])  # fmt: skip
+
+
 def test_the_snippet_that_compiles_ahead_runs(no_settings: Path, nvrtc: tuple[str, str]) -> None:
-    _, ahead = fenced(ROOT / "README.md", "python")
+    ahead = fenced(ROOT / "README.md", "python")[2]
     exec(ahead, {"dk": deep_kernels})
     assert len(list(no_settings.glob("*.dk"))) == 2  # the logits and their schedule
 

@@ -391,7 +391,8 @@ def import_anew_in_child() -> list[Any]:
     ]
     lengths.append(again.get_mqa_logits_metadata(windows, windows, 9, 8).shape[0])
     with pytest.raises(dk.UnsupportedError):  # the type of before
-        again.get_paged_mqa_logits_metadata(windows, 64, 1)
+        odd = torch.zeros(3, 8, 48, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        again.fp8_mqa_logits(odd, (odd[:, 0], torch.ones(3)), torch.ones(3, 8), windows, windows)
     return [again is not dk, again.UnsupportedError is dk.UnsupportedError, lengths]
 
 

@@ -17,9 +17,11 @@ namespace {
 std::string expectation(Dtypes dtypes, Shape shape) {
   std::vector<std::string> names, dims;
   for (const auto dtype : dtypes) names.push_back(dtype_name(dtype));
-  for (const Dim& dim : shape)
-    dims.push_back(dim.size == kUnknown ? std::string(dim.name)
-                                        : fmt::format("{}={}", dim.name, dim.size));
+  for (const Dim& dim : shape) {
+    const std::string size = dim.size == kUnknown ? "" : fmt::format("{}", dim.size);
+    const bool both = dim.name != nullptr && dim.size != kUnknown;
+    dims.push_back((dim.name != nullptr ? dim.name : "") + std::string(both ? "=" : "") + size);
+  }
   return fmt::format("{} [{}]", fmt::join(names, " or "), fmt::join(dims, ", "));
 }
 
@@ -49,6 +51,13 @@ std::string numbers(c10::SymIntArrayRef values) {
 // Tensors of the meta device and those that are being traced have none.
 bool has_memory(const at::Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().device_type() != at::kMeta;
+}
+
+// Known to hold nothing.
+bool is_empty(const at::Tensor& tensor) {
+  for (int64_t i = 0; i < tensor.dim(); ++i)
+    if (size_of(tensor, i) == 0) return true;
+  return false;
 }
 
 // What the tensor is instead of dense, or null.
@@ -173,11 +182,24 @@ bool is_aligned_16(const at::Tensor& tensor) {
   return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
-void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  for (int64_t i = 0; i <= last; ++i)
-    if (size_of(tensor, i) == 0) return;
-  for (int64_t i = 0; i < last; ++i) {
+void require_packed(const char* op, const char* argument, const at::Tensor& tensor, int64_t first) {
+  if (is_empty(tensor)) return;
+  int64_t expected = 1;
+  for (int64_t i = tensor.dim() - 1; i >= first; --i) {
+    const int64_t size = size_of(tensor, i), stride = stride_of(tensor, i);
+    if (size == kUnknown || stride == kUnknown) return;
+    if (size != 1 && stride != expected)
+      throw ValueError(fmt::format("{}: {} must be contiguous{}, got strides [{}]", op, argument,
+                                   first == 0 ? "" : fmt::format(" from dimension {} on", first),
+                                   numbers(tensor.sym_strides())));
+    expected *= size;
+  }
+}
+
+void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor,
+                      int64_t num_dims) {
+  if (is_empty(tensor)) return;
+  for (int64_t i = 0; i < num_dims; ++i) {
     const int64_t stride = stride_of(tensor, i);
     if (stride == kUnknown || size_of(tensor, i) <= 1) continue;  // that of one row means nothing
     const int64_t bytes = stride * static_cast<int64_t>(tensor.element_size());

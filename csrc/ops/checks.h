@@ -16,7 +16,8 @@ namespace deep_kernels::checks {
 inline constexpr int64_t kUnknown = -1;
 int64_t size_of(const at::Tensor& tensor, int64_t dim);  // or kUnknown
 
-// One dimension of an expected shape; kUnknown means any.
+// One dimension of an expected shape; kUnknown means any. A size that always is the same needs no
+// name.
 struct Dim {
   const char* name;
   int64_t size;
@@ -39,8 +40,12 @@ void require_device(const char* op, const char* argument, const at::Tensor& tens
 // Unit stride in the last dimension.
 void require_rows(const char* op, const char* argument, const at::Tensor& tensor);
 bool is_aligned_16(const at::Tensor& tensor);
-// Base and all strides but the last multiples of 16 bytes, as 16-byte copies and TMA need.
-void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor);
+// Base and the strides of the first `num_dims` dimensions multiples of 16 bytes, as 16-byte copies
+// and TMA need.
+void require_16_bytes(const char* op, const char* argument, const at::Tensor& tensor,
+                      int64_t num_dims);
+// No gaps from dimension `first` on.
+void require_packed(const char* op, const char* argument, const at::Tensor& tensor, int64_t first);
 // Forward only: no gradient may be asked for.
 void require_no_grad(const char* op, const char* argument, const at::Tensor& tensor);
 // Rows of `out` apart from each other, and its extent, first to last byte, from that of `input`.

@@ -7,12 +7,15 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
+#include <array>
 
 #include "ops/emulator.h"
 #include "ops/knobs.h"
 #include "runtime/arch.h"
 #include "runtime/driver.h"
 #include "runtime/module.h"
+#include "runtime/store.h"
+#include "runtime/tensor_map.h"
 
 namespace deep_kernels {
 
@@ -44,6 +47,27 @@ void launch(Module& module, c10::Device device, const Spec& spec, int grid, Para
                           .smem_bytes = spec.smem_bytes(),
                           .programmatic = knobs::pdl() && spec.backend != Backend::sm89};
   module.launch(device.index(), current_stream(device), shape, addresses);
+}
+
+// Runs the kernel of `spec` on the caller's stream, or on the emulator that stands in for a card.
+// buffers() lists what an emulated launch may touch; `maps` are those of the contract in its order,
+// of which only sm90 makes use.
+template <class Spec, class Args, class Buffers, class... Maps>
+void run_kernel(const Arch& arch, c10::Device device, const Spec& spec, int grid, const Args& args,
+                Buffers&& buffers, const Maps&... maps) {
+  constexpr std::size_t kNumMaps = sizeof...(Maps);
+  const bool mapped = kNumMaps > 0 && spec.backend == Backend::sm90;
+  if (device.is_cpu()) {
+    const std::array<MapDescription, kNumMaps> plain{maps...};
+    const std::span<const MapDescription> all(plain);
+    return emulator::launch(arch, spec, kernel_text(spec), grid, args, mapped ? all : all.first(0),
+                            buffers());
+  }
+  Module& module = get_kernel(arch.target, spec, kernel_text(spec));
+  if (!mapped) return launch(module, device, spec, grid, args);
+  const std::array<EncodedMap, kNumMaps> encoded{
+      maps.rank > 0 ? encode(maps) : EncodedMap{}...};
+  launch(module, device, spec, grid, args, encoded);
 }
 
 }  // namespace deep_kernels

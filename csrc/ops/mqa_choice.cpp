@@ -39,13 +39,7 @@ Clean choose_mqa_clean(const MqaLogitsCase& wanted, Backend backend) {
 
 MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
   MqaLogitsCase wanted;
-  wanted.format = reader.take_format(wanted.format);
-  wanted.num_heads = reader.take_int("num_heads", wanted.num_heads);
-  wanted.head_dim = reader.take_int("head_dim", wanted.head_dim);
-  wanted.weights_dtype = reader.take_dtype("weights_dtype", wanted.weights_dtype);
-  wanted.logits_dtype = reader.take_dtype("logits_dtype", wanted.logits_dtype);
-  wanted.clean = reader.take_bool("clean_logits", wanted.clean);
-  wanted.metadata = reader.take_bool("metadata", wanted.metadata);
+  mqa::read_case(reader, wanted);
   reader.take_bool("compressed", false);  // both run in one kernel
   checks::to_i32(reader.op().c_str(), "max_seqlen_k", reader.take_int("max_seqlen_k", 0));
   if (const auto reduction = reader.take("reduction")) {
@@ -75,18 +69,7 @@ std::vector<TuningRow> mqa_logits_tuning() {
 }
 
 std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend) {
-  const bool mx4 = wanted.format == Format::mxfp4;
-  if (wanted.num_heads < 1 || wanted.num_heads > kMqaMaxHeads)
-    return fmt::format("num_heads must be from 1 to {}, got {}", kMqaMaxHeads, wanted.num_heads);
-  if (wanted.head_dim != 32 && wanted.head_dim != 64 && wanted.head_dim != 128)
-    return fmt::format("head_dim must be 32, 64 or 128, got {}", wanted.head_dim);
-  if (mx4 && wanted.head_dim == 32 && backend != Backend::cpu)
-    return std::string("head_dim must be 64 or 128 with mxfp4, got 32");
-  if (wanted.logits_dtype == DType::float16)
-    return std::string("logits_dtype must be float32 or bfloat16, got float16");
-  if (backend == Backend::cpu) return std::nullopt;
-  if (backend == Backend::sm100) return std::string("there are no sm100 kernels for it yet");
-  return std::nullopt;
+  return mqa::refusal(wanted, backend);
 }
 
 MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch) {

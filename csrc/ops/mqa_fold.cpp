@@ -19,16 +19,11 @@ at::Tensor fold_queries(const Arch& arch, const MqaLogitsSpec& spec, const MqaLo
   MqaFoldArgs fold_args{.logits = args,
                         .folded = base,
                         .folded_scale = reinterpret_cast<float*>(base + rows_bytes)};
-  const int grid = fold.grid(fold_args, 0);
-  if (device.is_cpu()) {
-    emulator::launch(
-        arch, fold, kernel_text(fold), grid, fold_args, {},
-        {emulator::buffer("workspace", workspace, /*writable=*/true), emulator::buffer("q", call.q),
-         emulator::buffer("weights", call.weights)});
-  } else {
-    Module& module = get_kernel(arch.target, fold, kernel_text(fold));
-    launch(module, device, fold, grid, fold_args);
-  }
+  const auto buffers = [&]() -> std::vector<emulator::Buffer> {
+    return {emulator::buffer("workspace", workspace, /*writable=*/true),
+            emulator::buffer("q", call.q), emulator::buffer("weights", call.weights)};
+  };
+  run_kernel(arch, device, fold, fold.grid(fold_args, 0), fold_args, buffers);
   args.folded = fold_args.folded;
   args.folded_scale = fold_args.folded_scale;
   return workspace;

@@ -1,20 +1,15 @@
 #include "ops/mqa_logits.h"
 
 #include <ATen/ops/clone.h>
-#include <ATen/ops/empty_strided.h>
-#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
 #include "cpu/mqa_logits.h"
 #include "ops/checks.h"
 #include "ops/device.h"
-#include "ops/emulator.h"
 #include "ops/mqa_check.h"
 #include "ops/mqa_fold.h"
 #include "ops/mqa_rebase.h"
 #include "runtime/errors.h"
-#include "runtime/store.h"
-#include "runtime/tensor_map.h"
 
 namespace deep_kernels {
 
@@ -23,33 +18,16 @@ namespace {
 using namespace checks;
 
 constexpr const char* kOp = kMqaLogitsOp;
-constexpr int64_t kRowAlignBytes = 1024;  // as _ROW_ALIGN_BYTES of deep_kernels/ops.py
 
-// Rows are always further apart than they are wide: whether logits are contiguous is then known for
-// every width at once, and a traced program need not be a different one where a width is aligned.
-at::Tensor new_logits(const MqaLogitsCall& call, const MqaProblem& p) {
-  const int64_t per_unit = kRowAlignBytes / (call.logits_dtype == at::kFloat ? 4 : 2);
-  return at::empty_strided({p.num_q, p.width}, {align_up(p.width + 1, per_unit), 1},
-                           call.q.options().dtype(call.logits_dtype));
+at::Tensor logits_of(const MqaLogitsCall& call, const MqaProblem& p,
+                     const std::optional<at::Tensor>& out) {
+  if (!out) return mqa::new_logits(p.num_q, p.width, call.logits_dtype, call.q.device());
+  check_mqa_out(call, p, *out);
+  return mqa::writable_out(kOp, *out);
 }
 
-at::Tensor checked_out(const MqaLogitsCall& call, const MqaProblem& p, const at::Tensor& out) {
-  check_mqa_out(call, p, out);
-  require_no_grad(kOp, "out", out);
-  if (out.is_inference() && !c10::InferenceMode::is_enabled())
-    throw ValueError(fmt::format(
-        "{}: out must not be an inference tensor outside of torch.inference_mode()", kOp));
-  // As torch's own functions do that write in place: autograd notices what it saved has changed.
-  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
-  return out;
-}
-
-DType contract_dtype(at::ScalarType type) {
-  return type == at::kFloat ? DType::float32
-                            : (type == at::kHalf ? DType::float16 : DType::bfloat16);
-}
-
-// What stands in a kernel's Args for q's scales and for kv, whose tensors must live until the launch.
+// What stands in a kernel's Args for q's scales and for kv, whose tensors must live until the
+// launch.
 struct Operands {
   at::Tensor q_exponents;  // MX: int32 [num_q, num_heads]
   at::Tensor kv_scale;     // fp8
@@ -57,8 +35,9 @@ struct Operands {
   at::Tensor folded;       // folded reduction
 };
 
-// TMA takes bases at multiples of 16 bytes, and boxes that begin at multiples of 16 bytes too: scales
-// that begin elsewhere are copied. What is made here may be freed once the launch is in the stream.
+// TMA takes bases at multiples of 16 bytes, and boxes that begin at multiples of 16 bytes too:
+// scales that begin elsewhere are copied. What is made here may be freed once the launch is in the
+// stream.
 Operands prepare_operands(const MqaLogitsCall& call, const MqaProblem& p, const Arch& arch) {
   if (p.format != Format::fp8)
     return {.q_exponents = packed_exponents(*call.q_scale),
@@ -103,7 +82,7 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const Op
       .num_heads = static_cast<i32>(p.num_heads),
       .width = static_cast<i32>(p.width),
       .num_cuts = call.schedule ? static_cast<i32>(call.schedule->size(0) / 2) : 0,
-      .weights_dtype = contract_dtype(call.weights.scalar_type()),
+      .weights_dtype = mqa::contract_dtype(call.weights.scalar_type()),
       .compressed = p.compressed,
   };
   if (p.format == Format::fp8) {
@@ -122,15 +101,15 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const Op
 }
 
 MqaLogitsCase case_of(const MqaLogitsCall& call, const MqaProblem& p) {
-  return {.format = p.format,
-          .num_heads = p.num_heads,
-          .head_dim = p.head_dim,
-          .weights_dtype = contract_dtype(call.weights.scalar_type()),
-          .logits_dtype = contract_dtype(call.logits_dtype),
-          .clean = call.clean,
-          .metadata = call.schedule.has_value(),
-          .folded = call.reduction == "folded",
-          .placement = std::nullopt};
+  return {{.format = p.format,
+           .num_heads = p.num_heads,
+           .head_dim = p.head_dim,
+           .weights_dtype = mqa::contract_dtype(call.weights.scalar_type()),
+           .logits_dtype = mqa::contract_dtype(call.logits_dtype),
+           .clean = call.clean,
+           .metadata = call.schedule.has_value()},
+          /*folded=*/call.reduction == "folded",
+          /*placement=*/std::nullopt};
 }
 
 void refuse_unsupported(const MqaLogitsCase& wanted, Backend backend) {
@@ -138,47 +117,32 @@ void refuse_unsupported(const MqaLogitsCase& wanted, Backend backend) {
     throw UnsupportedError(fmt::format("{}: {}", kOp, *reason));
 }
 
-void run_emulated(const MqaLogitsCall& call, const Operands& operands, const MqaLogitsSpec& spec,
-                  const MqaLogitsArgs& args, const Arch& arch, int grid, const at::Tensor& out) {
-  std::vector<emulator::Buffer> buffers = {emulator::buffer("logits", out, /*writable=*/true)};
-  for_each_mqa_input(call, [&](const char* name, const at::Tensor& input) {
-    const bool replaced = &input == &call.kv_scale || (spec.is_mx() && &input == &call.kv) ||
-                          (call.q_scale && &input == &*call.q_scale);
-    if (!replaced) buffers.push_back(emulator::buffer(name, input));
-  });
-  if (spec.is_mx()) {
-    buffers.push_back(emulator::buffer("q scale", operands.q_exponents));
-    buffers.push_back(emulator::buffer("workspace", operands.kv.workspace));
-  } else {
-    buffers.push_back(emulator::buffer("kv scale", operands.kv_scale));
-  }
-  if (spec.is_folded()) buffers.push_back(emulator::buffer("folded", operands.folded));
-  const MqaLogitsMaps<MapDescription> maps = mqa_logits_maps(spec, args);
-  const MapDescription list[] = {maps.q, maps.kv, maps.kv_scale, maps.folded};
-  const bool mapped = spec.backend == Backend::sm90;
-  emulator::launch(arch, spec, kernel_text(spec), grid, args,
-                   mapped ? std::span(list) : std::span<const MapDescription>(),
-                   std::move(buffers));
-}
-
-void run_kernel(const MqaLogitsCall& call, const MqaProblem& p, const MqaLogitsCase& wanted,
-                const Arch& arch, const at::Tensor& out) {
+void run_on_device(const MqaLogitsCall& call, const MqaProblem& p, const MqaLogitsCase& wanted,
+                   const Arch& arch, const at::Tensor& out) {
   const c10::Device device = call.q.device();
   const MqaLogitsSpec spec = choose_mqa_logits_spec(wanted, arch);
   Operands operands = prepare_operands(call, p, arch);
   MqaLogitsArgs args = make_args(call, p, operands, out);
   if (spec.is_folded()) operands.folded = fold_queries(arch, spec, call, args);
-  const int grid = spec.grid(args, usable_sms(device));
-  if (device.is_cpu()) return run_emulated(call, operands, spec, args, arch, grid, out);
-  Module& module = get_kernel(arch.target, spec, kernel_text(spec));
-  if (spec.backend == Backend::sm90) {
-    const MqaLogitsMaps<MapDescription> plain = mqa_logits_maps(spec, args);
-    MqaLogitsMaps<EncodedMap> maps{encode(plain.q), encode(plain.kv), encode(plain.kv_scale), {}};
-    if (spec.is_folded()) maps.folded = encode(plain.folded);
-    launch(module, device, spec, grid, args, maps);
-  } else {
-    launch(module, device, spec, grid, args);
-  }
+  const auto buffers = [&] {
+    std::vector<emulator::Buffer> all = {emulator::buffer("logits", out, /*writable=*/true)};
+    for_each_mqa_input(call, [&](const char* name, const at::Tensor& input) {
+      const bool replaced = &input == &call.kv_scale || (spec.is_mx() && &input == &call.kv) ||
+                            (call.q_scale && &input == &*call.q_scale);
+      if (!replaced) all.push_back(emulator::buffer(name, input));
+    });
+    if (spec.is_mx()) {
+      all.push_back(emulator::buffer("q scale", operands.q_exponents));
+      all.push_back(emulator::buffer("workspace", operands.kv.workspace));
+    } else {
+      all.push_back(emulator::buffer("kv scale", operands.kv_scale));
+    }
+    if (spec.is_folded()) all.push_back(emulator::buffer("folded", operands.folded));
+    return all;
+  };
+  const MqaLogitsMaps<MapDescription> maps = mqa_logits_maps(spec, args);
+  run_kernel(arch, device, spec, spec.grid(args, usable_sms(device)), args, buffers, maps.q,
+             maps.kv, maps.kv_scale, maps.folded);
 }
 
 }  // namespace
@@ -200,7 +164,7 @@ at::Tensor mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>
   const auto emulated = device.is_cpu() ? emulator::arch_of(kOp, call.arch) : std::nullopt;
   if (device.is_cpu() && !emulated) {
     refuse_unsupported(wanted, Backend::cpu);
-    at::Tensor logits = out ? checked_out(call, p, *out) : new_logits(call, p);
+    at::Tensor logits = logits_of(call, p, out);
     cpu::mqa_logits(p.format, call.q, call.q_scale, call.kv, call.kv_scale, call.weights,
                     call.kv_start, call.kv_end, logits, call.clean, p.compressed);
     return logits;
@@ -212,10 +176,10 @@ at::Tensor mqa_logits(const MqaLogitsCall& call, const std::optional<at::Tensor>
   const c10::DeviceGuard guard(device);
   const Arch arch = emulated ? *emulated : arch_of_call(kOp, call.arch, device);
   refuse_unsupported(wanted, arch.backend);
-  at::Tensor logits = out ? checked_out(call, p, *out) : new_logits(call, p);
+  at::Tensor logits = logits_of(call, p, out);
   if (logits.numel() == 0) return logits;
   if (p.num_kv > 0)
-    run_kernel(call, p, wanted, arch, logits);
+    run_on_device(call, p, wanted, arch, logits);
   else if (call.clean)
     logits.fill_(-std::numeric_limits<double>::infinity());
   return logits;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "deep_kernels/contract/mqa_logits.h"
-#include "ops/case.h"
+#include "ops/mqa_shared.h"
 #include "ops/tuning.h"
 #include "runtime/arch.h"
 #include "runtime/source.h"
@@ -53,15 +53,8 @@ at::Tensor mqa_logits_metadata(const MqaMetadataCall& call);
 void check_mqa_logits_metadata(const MqaMetadataCall& call);
 
 // A case as supported() and prepare() see it.
-struct MqaLogitsCase {
-  Format format = Format::fp8;
-  int64_t num_heads = 64;
-  int64_t head_dim = 128;
-  DType weights_dtype = DType::float32;
-  DType logits_dtype = DType::float32;
-  bool clean = true;
-  bool metadata = false;
-  bool folded = false;  // where a kernel can
+struct MqaLogitsCase : mqa::CaseBase {
+  bool folded = false;             // where a kernel can
   std::optional<Clean> placement;  // nothing: DEEP_KERNELS_MQA_CLEAN or the measured table decides
 };
 MqaLogitsCase read_mqa_logits_case(CaseReader& reader);

@@ -5,10 +5,8 @@
 #include "cpu/mqa_logits.h"
 #include "ops/checks.h"
 #include "ops/device.h"
-#include "ops/emulator.h"
 #include "ops/mqa_logits.h"
 #include "runtime/errors.h"
-#include "runtime/store.h"
 
 namespace deep_kernels {
 
@@ -22,12 +20,6 @@ i32 checked_num_heads(int64_t num_heads) {
   if (num_heads >= 1 && num_heads <= kMqaMaxHeads) return static_cast<i32>(num_heads);
   throw ValueError(
       fmt::format("{}: num_heads must be from 1 to {}, got {}", kOp, kMqaMaxHeads, num_heads));
-}
-
-i32 checked_num_sms(int64_t num_sms) {
-  if (num_sms >= 1 && num_sms <= knobs::kMaxSms) return static_cast<i32>(num_sms);
-  throw ValueError(
-      fmt::format("{}: num_sms must be from 1 to {}, got {}", kOp, knobs::kMaxSms, num_sms));
 }
 
 void check_windows(const MqaMetadataCall& call) {
@@ -60,17 +52,13 @@ at::Tensor run_schedule(const MqaMetadataCall& call, const Arch& arch, i32 num_k
   const at::Tensor workspace =
       at::empty({spec.workspace_bytes(args)}, call.kv_start.options().dtype(at::kByte));
   args.num_chunks = static_cast<i32*>(workspace.mutable_data_ptr());
-  const int grid = spec.grid(args, num_sms);
-  if (device.is_cpu()) {
-    emulator::launch(arch, spec, kernel_text(spec), grid, args, {},
-                     {emulator::buffer("schedule", schedule, /*writable=*/true),
-                      emulator::buffer("workspace", workspace, /*writable=*/true),
-                      emulator::buffer("cu_seq_len_k_start", call.kv_start),
-                      emulator::buffer("cu_seq_len_k_end", call.kv_end)});
-    return schedule;
-  }
-  Module& module = get_kernel(arch.target, spec, kernel_text(spec));
-  launch(module, device, spec, grid, args);
+  const auto buffers = [&] {
+    return std::vector{emulator::buffer("schedule", schedule, /*writable=*/true),
+                       emulator::buffer("workspace", workspace, /*writable=*/true),
+                       emulator::buffer("cu_seq_len_k_start", call.kv_start),
+                       emulator::buffer("cu_seq_len_k_end", call.kv_end)};
+  };
+  run_kernel(arch, device, spec, spec.grid(args, num_sms), args, buffers);
   return schedule;
 }
 
@@ -80,7 +68,7 @@ void check_mqa_logits_metadata(const MqaMetadataCall& call) {
   check_windows(call);
   if (call.num_kv) to_i32(kOp, "num_kv_tokens", *call.num_kv);
   if (call.num_heads) checked_num_heads(*call.num_heads);
-  if (call.num_sms) checked_num_sms(*call.num_sms);
+  if (call.num_sms) mqa::checked_num_sms(kOp, *call.num_sms);
 }
 
 at::Tensor mqa_logits_metadata(const MqaMetadataCall& call) {

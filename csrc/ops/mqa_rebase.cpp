@@ -5,8 +5,6 @@
 
 #include "ops/checks.h"
 #include "ops/device.h"
-#include "ops/emulator.h"
-#include "runtime/store.h"
 
 namespace deep_kernels {
 
@@ -18,8 +16,8 @@ constexpr int64_t kWord = 4;  // bytes of a row's exponents
 
 bool has_words(const at::Tensor& bytes) {
   const int64_t last = bytes.dim() - 1;
-  bool fits = bytes.size(last) == kWord && bytes.stride(last) == 1 &&
-              bytes.storage_offset() % kWord == 0;
+  bool fits =
+      bytes.size(last) == kWord && bytes.stride(last) == 1 && bytes.storage_offset() % kWord == 0;
   for (int64_t i = 0; i < last; ++i) fits = fits && bytes.stride(i) % kWord == 0;
   return fits;
 }
@@ -52,16 +50,11 @@ RebasedKv rebase_kv(const Arch& arch, Format format, i32 head_dim, const at::Ten
                      .exponents_stride = exponents.stride(0),
                      .num_rows = num_kv};
   const MqaRebaseSpec spec{Backend::sm89, format, static_cast<u8>(head_dim)};
-  const int grid = spec.grid(args, 0);
-  if (device.is_cpu()) {
-    emulator::launch(
-        arch, spec, kernel_text(spec), grid, args, {},
-        {emulator::buffer("workspace", workspace, /*writable=*/true), emulator::buffer("kv", kv),
-         emulator::buffer("kv scale", exponents)});
-  } else {
-    Module& module = get_kernel(arch.target, spec, kernel_text(spec));
-    launch(module, device, spec, grid, args);
-  }
+  const auto buffers = [&] {
+    return std::vector{emulator::buffer("workspace", workspace, /*writable=*/true),
+                       emulator::buffer("kv", kv), emulator::buffer("kv scale", exponents)};
+  };
+  run_kernel(arch, device, spec, spec.grid(args, 0), args, buffers);
   return {workspace, args.codes, args.scale, args.code_exponents, args.wide};
 }
 

@@ -8,8 +8,8 @@
 
 namespace deep_kernels {
 
-// Scales of MX rows as int32, one per row: float8_e8m0fnu [.., head_dim / 32] is repacked, without a
-// copy where its rows are four bytes at multiples of four.
+// Scales of MX rows as int32, one per row: float8_e8m0fnu [.., head_dim / 32] is repacked, without
+// a copy where its rows are four bytes at multiples of four.
 at::Tensor packed_exponents(const at::Tensor& scale);
 
 // What the main kernel reads in the place of kv; all of it lies in the workspace.

@@ -7,6 +7,7 @@
 #include "ops/mqa_fold.h"
 #include "ops/mqa_logits.h"
 #include "ops/mqa_rebase.h"
+#include "ops/paged_mqa_logits.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
 
@@ -69,6 +70,37 @@ std::vector<BuildReport> metadata_prepare(CaseReader& reader, const Arch& arch) 
   return prepare_schedule(read_num_heads(reader), arch);
 }
 
+BuildReport prepare_paged_schedule(const Arch& arch) {
+  return build(arch.target, PagedMqaScheduleSpec{Backend::sm89});
+}
+
+std::optional<std::string> paged_refusal(CaseReader& reader, Backend backend) {
+  const PagedMqaLogitsCase wanted = read_paged_mqa_logits_case(reader);
+  reader.finish();
+  return paged_mqa_logits_refusal(wanted, backend);
+}
+
+std::vector<BuildReport> paged_prepare(CaseReader& reader, const Arch& arch) {
+  const PagedMqaLogitsCase wanted = read_paged_mqa_logits_case(reader);
+  std::vector<BuildReport> reports = {
+      build(arch.target, choose_paged_mqa_logits_spec(wanted, arch))};
+  if (wanted.metadata) reports.push_back(prepare_paged_schedule(arch));
+  return reports;
+}
+
+std::optional<std::string> paged_metadata_refusal(CaseReader& reader, Backend backend) {
+  const int64_t block_kv = reader.take_int("block_kv", PagedMqaLogitsCase().block_kv);
+  reader.take_bool("indices", false);  // both run in one kernel
+  reader.finish();
+  if (auto reason = page_refusal(block_kv)) return reason;
+  if (backend == Backend::sm100) return std::string("there are no sm100 kernels for it yet");
+  return std::nullopt;
+}
+
+std::vector<BuildReport> paged_metadata_prepare(CaseReader&, const Arch& arch) {
+  return {prepare_paged_schedule(arch)};
+}
+
 // Named in the contracts, not built yet: any case is refused with the same sentence.
 std::optional<std::string> not_yet(CaseReader&, Backend) {
   return std::string("this op is not part of this version yet");
@@ -78,8 +110,8 @@ std::vector<BuildReport> prepare_nothing(CaseReader&, const Arch&) { return {}; 
 constexpr Op kOps[] = {
     {"fp8_fp4_mqa_logits", mqa_refusal, mqa_prepare},
     {"get_mqa_logits_metadata", metadata_refusal, metadata_prepare},
-    {"fp8_fp4_paged_mqa_logits", not_yet, prepare_nothing},
-    {"get_paged_mqa_logits_metadata", not_yet, prepare_nothing},
+    {kPagedMqaLogitsOp, paged_refusal, paged_prepare},
+    {kPagedMqaMetadataOp, paged_metadata_refusal, paged_metadata_prepare},
     {"fp8_silu_fold_prefill", not_yet, prepare_nothing},
     {"fp8_block_gemm_nt", not_yet, prepare_nothing},
     {"silu_mul_to_fp8_block128", not_yet, prepare_nothing},
@@ -149,6 +181,8 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   };
   for_each_mqa_logits_spec(arch.backend, add);
   for_each_mqa_schedule_spec(Backend::sm89, add);
+  for_each_paged_mqa_logits_spec(arch.backend, add);
+  for_each_paged_mqa_schedule_spec(Backend::sm89, add);
   for_each_mqa_rebase_spec(Backend::sm89, add);
   for_each_mqa_fold_spec(Backend::sm89, add);
   return specs;

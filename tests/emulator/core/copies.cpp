@@ -153,32 +153,12 @@ void load_row(const TmaCopy& copy, const i32* position, u8* row) {
   std::memcpy(row + (first - position[0]) * element, source, bytes);
 }
 
-}  // namespace
-
-void prefetch_map(const MapDescription& map, bool is_parameter, At at) {
-  check_map(map, is_parameter, place_of(at));
-}
-
-void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier_addr, i32 rank,
-              const i32* coordinates, At at) {
-  maybe_yield();
-  const Place place = place_of(at);
+// `smem` must be aligned: to 128 bytes for a tensor map's box, to 16 for plain bytes.
+void start_copy(u32 smem, const MapDescription& map, u32 barrier_addr, i32 rank,
+                const i32* coordinates, u32 align, Place place) {
   Thread& thread = self();
-  thread.touched_global = true;
-  check_map(map, is_parameter, place);
-  if (map.rank != rank)
-    fail("tensor-map", format("a %d-D load through a tensor map of rank %d", rank, map.rank),
-         place);
-  // Seen on an H200: an illegal instruction.
-  const i64 first_byte = i64{coordinates[0]} * bytes_of(map.type);
-  if (first_byte % 16 != 0)
-    fail(
-        "tensor-map",
-        format("a load from coordinate %d, which is byte %lld of the row: must be a multiple of 16",
-               coordinates[0], first_byte),
-        place);
   const u32 bytes = box_bytes(map);
-  shared.check_range(smem, bytes, 128, "TMA load", place);
+  shared.check_range(smem, bytes, align, "TMA load", place);
   Mbarrier& barrier = find_mbarrier(barrier_addr, "TMA load", place);
   if (!barrier.async_visible)
     fail("proxy-fence",
@@ -207,6 +187,47 @@ void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrie
   shared.begin_async_write(smem, bytes, thread.index, /*proxy=*/true, take_ticket(), place);
   ++barrier.copies;
   machine.copies.push_back(copy);
+}
+
+}  // namespace
+
+void prefetch_map(const MapDescription& map, bool is_parameter, At at) {
+  check_map(map, is_parameter, place_of(at));
+}
+
+void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier_addr, i32 rank,
+              const i32* coordinates, At at) {
+  maybe_yield();
+  const Place place = place_of(at);
+  self().touched_global = true;
+  check_map(map, is_parameter, place);
+  if (map.rank != rank)
+    fail("tensor-map", format("a %d-D load through a tensor map of rank %d", rank, map.rank),
+         place);
+  // Seen on an H200: an illegal instruction.
+  const i64 first_byte = i64{coordinates[0]} * bytes_of(map.type);
+  if (first_byte % 16 != 0)
+    fail(
+        "tensor-map",
+        format("a load from coordinate %d, which is byte %lld of the row: must be a multiple of 16",
+               coordinates[0], first_byte),
+        place);
+  start_copy(smem, map, barrier_addr, rank, coordinates, 128, place);
+}
+
+void bulk_load(u32 smem, const void* from, u32 bytes, u32 barrier_addr, At at) {
+  maybe_yield();
+  const Place place = place_of(at);
+  self().touched_global = true;
+  if (bytes == 0 || bytes % 16 != 0)
+    fail("bounds", format("a bulk copy of %u bytes: must be a multiple of 16", bytes), place);
+  global.check_read(from, bytes, 16, "bulk copy", place);
+  // As a box of one row of bytes, which has no limits of its own.
+  MapDescription map{.base = from, .rank = 1};
+  map.dims[0] = bytes;
+  map.box[0] = static_cast<i32>(bytes);
+  const i32 coordinates[] = {0};
+  start_copy(smem, map, barrier_addr, 1, coordinates, 16, place);
 }
 
 void finish_copy(std::size_t index) {

@@ -53,6 +53,7 @@ enum class Meeting : u8 {
   shuffle_xor,
   shuffle_up,
   any,
+  reduce_add,
   reduce_min,
   reduce_max,
   ldmatrix,
@@ -100,6 +101,7 @@ void fence_proxy_async(At at);
 void prefetch_map(const MapDescription& map, bool is_parameter, At at);
 void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier, i32 rank,
               const i32* coordinates, At at);
+void bulk_load(u32 smem, const void* from, u32 bytes, u32 barrier, At at);
 void grid_dependency_wait(At at);
 
 // --- wgmma
@@ -109,10 +111,12 @@ struct WgmmaOperands {
   float* d;
   u64 a;
   u64 b;
+  const u32* fragment;  // a in registers, 4 of each lane; null: in shared memory
   i32 n;
   bool accumulate;
 };
 void wgmma_e4m3(float* d, u64 a, u64 b, i32 n, bool accumulate, At at);
+void wgmma_e4m3(float* d, const u32* a, u64 b, i32 n, bool accumulate, At at);
 void wgmma_wait_group(i32 pending, At at);
 void wgmma_ready(const float* d, i32 count, At at);
 

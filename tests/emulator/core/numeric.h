@@ -125,4 +125,17 @@ inline float ex2_approx_ftz(float x) {
                               (static_cast<u32>(value >> 16) & 0x7fffffu));
 }
 
+// prmt.b32 in its default mode.
+inline u32 byte_permute(u32 a, u32 b, u32 selector) {
+  const u64 bytes = static_cast<u64>(b) << 32 | a;
+  u32 result = 0;
+  for (i32 i = 0; i < 4; ++i) {
+    const u32 nibble = selector >> (4 * i) & 15u;
+    const auto byte = static_cast<u8>(bytes >> (8 * (nibble & 7u)));
+    const u8 signs = byte >> 7 != 0 ? 0xff : 0;
+    result |= static_cast<u32>((nibble & 8u) != 0 ? signs : byte) << (8 * i);
+  }
+  return result;
+}
+
 }  // namespace deep_kernels::emulator::numeric

@@ -303,21 +303,11 @@ void meet_poison(At at) {
 namespace {
 
 const char* meeting_name(Meeting what) {
-  constexpr const char* names[] = {"sync_warp",
-                                   "shuffle",
-                                   "shuffle_xor",
-                                   "shuffle_up",
-                                   "any",
-                                   "reduce_min",
-                                   "reduce_max",
-                                   "ldmatrix",
-                                   "mma",
-                                   "barrier_sync",
-                                   "set_max_registers",
-                                   "wgmma_fence",
-                                   "wgmma",
-                                   "wgmma_commit_group",
-                                   "wgmma_wait_group"};
+  constexpr const char* names[] = {
+      "sync_warp",   "shuffle",    "shuffle_xor",        "shuffle_up",
+      "any",         "reduce_add", "reduce_min",         "reduce_max",
+      "ldmatrix",    "mma",        "barrier_sync",       "set_max_registers",
+      "wgmma_fence", "wgmma",      "wgmma_commit_group", "wgmma_wait_group"};
   return names[static_cast<u8>(what)];
 }
 
@@ -367,6 +357,12 @@ void hold_meeting(i32 index, Place at) {
       u64 found = 0;
       for (const u64 value : warp.value) found |= value;
       give_all(found);
+      break;
+    }
+    case Meeting::reduce_add: {
+      u64 sum = 0;
+      for (const u64 value : warp.value) sum += value;
+      give_all(static_cast<u32>(sum));
       break;
     }
     case Meeting::reduce_min:

@@ -115,8 +115,9 @@ i32 column_of(i32 thread, i32 i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
 
 void require_same(const Wgmma& operation, const WgmmaOperands& mine, i64 previous, Place at) {
   const WgmmaOperands& theirs = operation.operands;
-  if (operation.place == at && mine.a == theirs.a && mine.b == theirs.b && mine.n == theirs.n &&
-      mine.accumulate == theirs.accumulate && previous == operation.previous)
+  const bool same_kind = (mine.fragment == nullptr) == (theirs.fragment == nullptr);
+  if (same_kind && operation.place == at && mine.a == theirs.a && mine.b == theirs.b &&
+      mine.n == theirs.n && mine.accumulate == theirs.accumulate && previous == operation.previous)
     return;
   fail("divergence",
        format("the warps of a warpgroup issue different wgmma: a %llx against %llx, b %llx against "
@@ -140,7 +141,10 @@ void execute(Warpgroup& group, i64 number) {
   static i32 decoded_rows = 0;
   static tensor_core::Decoded decoded;
   const i32 n = operation.operands.n;
-  read_operand(decode(operation.operands.a, "a", operation.place), kRows, a);
+  if (operation.a.empty())
+    read_operand(decode(operation.operands.a, "a", operation.place), kRows, a);
+  else
+    std::memcpy(a, operation.a.data(), sizeof(a));
   read_operand(decode(operation.operands.b, "b", operation.place), n, b);
   if (decoded_rows != n || std::memcmp(decoded_from, b, static_cast<std::size_t>(n) * kStepBytes)) {
     tensor_core::decode(n, b, decoded);
@@ -156,6 +160,18 @@ void execute(Warpgroup& group, i64 number) {
               operation.place);
   for (Wgmma& later : group.operations)
     if (later.previous == number) later.values = operation.values;
+}
+
+// The 16 rows of a that a warp's lanes hold. Source: PTX ISA 8.7, section 9.7.15.5.1, "register
+// fragments".
+void take_fragments(const Warp& warp, i32 quarter, Wgmma& operation) {
+  operation.a.resize(kRows * kStepBytes);
+  for (i32 lane = 0; lane < kWarp; ++lane)
+    for (i32 i = 0; i < 4; ++i) {
+      const i32 row = 16 * quarter + lane / 4 + i % 2 * 8;
+      std::memcpy(operation.a.data() + row * kStepBytes + i / 2 * 16 + lane % 4 * 4,
+                  operands_of(warp, lane).fragment + i, 4);
+    }
 }
 
 }  // namespace
@@ -196,13 +212,17 @@ void issue_wgmma(i32 index, Place at) {
   ++operation.warps;
   operation.ready_time = std::max(operation.ready_time, identity.time);
 
-  const Layout a = decode(first.a, "a", at);
-  const Layout b = decode(first.b, "b", at);
-  check_layout(a, 16 * quarter, 16, "a", at);
-  check_layout(b, 0, first.n, "b", at);
   const u32 clock = static_cast<u32>(number) + 1;
   const auto begin = [&](u32 addr) { shared.begin_async_read(addr, index, clock, at); };
-  for_each_unit(a, 16 * quarter, 16, begin);
+  if (first.fragment == nullptr) {
+    const Layout a = decode(first.a, "a", at);
+    check_layout(a, 16 * quarter, 16, "a", at);
+    for_each_unit(a, 16 * quarter, 16, begin);
+  } else {
+    take_fragments(warp, quarter, operation);
+  }
+  const Layout b = decode(first.b, "b", at);
+  check_layout(b, 0, first.n, "b", at);
   for_each_unit(b, 0, first.n, begin);
 
   for (i32 lane = 0; lane < kWarp; ++lane) {
@@ -243,7 +263,8 @@ void retire_wgmma(i32 index, i64 target, Place at) {
     Wgmma& operation = group.operation(i);
     if (!operation.executed) execute(group, i);
     const auto end = [&](u32 addr) { shared.end_async_read(addr, index); };
-    for_each_unit(decode(operation.operands.a, "a", 0), 16 * quarter, 16, end);
+    if (operation.a.empty())
+      for_each_unit(decode(operation.operands.a, "a", 0), 16 * quarter, 16, end);
     for_each_unit(decode(operation.operands.b, "b", 0), 0, operation.operands.n, end);
     // A later operation in flight on the same accumulators keeps them.
     bool last = true;
@@ -287,7 +308,12 @@ void retire_wgmma(i32 index, i64 target, Place at) {
 // --- what ptx/ calls
 
 void wgmma_e4m3(float* d, u64 a, u64 b, i32 n, bool accumulate, At at) {
-  WgmmaOperands operands{d, a, b, n, accumulate};
+  WgmmaOperands operands{d, a, b, nullptr, n, accumulate};
+  meet(Meeting::wgmma, reinterpret_cast<u64>(&operands), 0, at);
+}
+
+void wgmma_e4m3(float* d, const u32* a, u64 b, i32 n, bool accumulate, At at) {
+  WgmmaOperands operands{d, 0, b, a, n, accumulate};
   meet(Meeting::wgmma, reinterpret_cast<u64>(&operands), 0, at);
 }
 

@@ -2,9 +2,9 @@
 //
 //   logits[i, j] = sum_h weights[i, h] * relu(dot(q[i, h, :], kv[j, :])) * kv_scale[j]
 //
-// for start[i] <= j < end[i]; with MX formats the scales stand inside the dot product, one for every
-// 32 elements. Host, kernels, CPU backend and tests read the same structs and the
-// same arithmetic here: Args, Spec, Maps, windows, and how work is cut over the SMs.
+// for start[i] <= j < end[i]; with MX formats the scales stand inside the dot product, one for
+// every 32 elements. Host, kernels, CPU backend and tests read the same structs and the same
+// arithmetic here: Args, Spec, Maps, windows, and how work is cut over the SMs.
 #pragma once
 
 #include "deep_kernels/contract/types.h"
@@ -40,10 +40,10 @@ constexpr const char* name_of(Schedule value) {
 
 // What one launch gets. Passed by value.
 struct MqaLogitsArgs {
-  const u8* q;            // [num_q, num_heads, head_dim] e4m3, mxfp4: [.., head_dim / 2] e2m1 pairs
-  const i32* q_exponents; // [num_q, num_heads] int32, see mqa_rebase; null for fp8
-  const u8* kv;           // [num_kv, head_dim] e4m3, last dimension contiguous; MX: of mqa_rebase
-  const float* kv_scale;  // [num_kv] float32, contiguous; sm90: at a multiple of 16 bytes
+  const u8* q;  // [num_q, num_heads, head_dim] e4m3, mxfp4: [.., head_dim / 2] e2m1 pairs
+  const i32* q_exponents;   // [num_q, num_heads] int32, see mqa_rebase; null for fp8
+  const u8* kv;             // [num_kv, head_dim] e4m3, last dimension contiguous; MX: of mqa_rebase
+  const float* kv_scale;    // [num_kv] float32, contiguous; sm90: at a multiple of 16 bytes
   const i32* kv_exponents;  // [num_kv] int32 of mqa_rebase; null for fp8
   const i32* kv_wide;       // [ceil(num_kv / 16)] int32 of mqa_rebase; null for fp8
   const void* weights;    // [num_q, num_heads] weights_dtype, last dimension contiguous
@@ -57,11 +57,11 @@ struct MqaLogitsArgs {
   i64 q_head_stride;      // bytes, multiple of 16
   i64 q_exponents_token_stride;  // elements
   i64 q_exponents_head_stride;   // elements
-  i64 kv_stride;          // bytes, multiple of 16
-  i64 weights_stride;     // elements
-  i64 kv_start_stride;    // elements
-  i64 kv_end_stride;      // elements
-  i64 logits_stride;      // elements
+  i64 kv_stride;                 // bytes, multiple of 16
+  i64 weights_stride;            // elements
+  i64 kv_start_stride;           // elements
+  i64 kv_end_stride;             // elements
+  i64 logits_stride;             // elements
   i32 num_q;
   i32 num_kv;
   i32 num_heads;  // as given; Spec::num_heads is this rounded up
@@ -166,25 +166,49 @@ constexpr MqaFill mqa_fill(MqaSpan span, i32 shift, i32 width) {
           static_cast<i32>(clamp_to<i64>(covered_end - shift, 0, width))};
 }
 
-// MX formats. Hopper's tensor cores know no block scales, but UE8M0 scales are powers of two: a row is
-// *rebased* to e4m3 codes with one exponent, its greatest, and that exponent leaves the dot product
-// (into the weight of a query row, into the scale of a kv row). A row is narrow when nothing is lost
-// that counts, else wide, and its logits are computed block by block in float64.
-inline constexpr i32 kMxBlock = 32;       // elements that share an exponent
-inline constexpr i32 kMxBias = 127;       // UE8M0: 2^(byte - 127)
+// How (token, head) pairs are the columns of an MMA tile. A lane t (lane & 3) holds columns 8j + 2t
+// and 8j + 2t + 1, so the heads of one token are dealt to as few lanes as possible. Octet j holds
+// heads_per_octet heads of tokens_per_octet tokens; column 8j + c is token c / heads_per_octet of
+// the octet. Source: the feasibility study for this op on an H200 (one shuffle at 64 heads and 128
+// columns, none at 32).
+struct MqaColumnOrder {
+  i32 num_columns;
+  i32 num_heads;  // a power of two from 8 to num_columns
+
+  constexpr i32 tokens() const { return num_columns / num_heads; }
+  constexpr i32 heads_per_octet() const { return max_of(1, 8 / tokens()); }
+  constexpr i32 tokens_per_octet() const { return 8 / heads_per_octet(); }
+  constexpr i32 octets_per_token_set() const { return num_heads / heads_per_octet(); }
+  constexpr i32 token_of(i32 column) const {
+    return column / 8 / octets_per_token_set() * tokens_per_octet() +
+           column % 8 / heads_per_octet();
+  }
+  constexpr i32 head_of(i32 column) const {
+    return column / 8 % octets_per_token_set() * heads_per_octet() + column % heads_per_octet();
+  }
+};
+
+// MX formats. Hopper's tensor cores know no block scales, but UE8M0 scales are powers of two: a row
+// is *rebased* to e4m3 codes with one exponent, its greatest, and that exponent leaves the dot
+// product (into the weight of a query row, into the scale of a kv row). A row is narrow when
+// nothing is lost that counts, else wide, and its logits are computed block by block in float64.
+inline constexpr i32 kMxBlock = 32;  // elements that share an exponent
+inline constexpr i32 kMxBias = 127;  // UE8M0: 2^(byte - 127)
 inline constexpr i32 kMxNan = 0xff;
-inline constexpr i32 kMqaWideRows = 16;   // kv rows that share one flag in kv_wide
+inline constexpr i32 kMqaWideRows = 16;  // kv rows that share one flag in kv_wide
 
 // e2m1 pairs are expanded to e4m3 codes of 2^6 times their value: up to 384, which leaves the most
 // room below.
 constexpr i32 mx_code_exponent(Format format) { return format == Format::mxfp4 ? 6 : 0; }
 // How far the block exponents of a narrow row may spread. An e2m1 value times 2^-14 is still an
 // e4m3 number. An e4m3 block loses what falls under 2^-10 of the row's codes: at a spread of 10 the
-// agreement of opposite rows (the greatest query block against the smallest kv block) is 1e-6, where
-// 5e-6 is asked (tests/test_mqa_logits_mx.py); 10 is what randn with block factors of 2^-4 to 2^4 has.
+// agreement of opposite rows (the greatest query block against the smallest kv block) is 1e-6,
+// where 5e-6 is asked (tests/test_mqa_logits_mx.py); 10 is what randn with block factors of 2^-4 to
+// 2^4 has.
 constexpr i32 mx_narrow_spread(Format format) { return format == Format::mxfp4 ? 14 : 10; }
 
-// Where the rebased kv rows lie in the workspace of an MX call; every part at a multiple of 16 bytes.
+// Where the rebased kv rows lie in the workspace of an MX call; every part at a multiple of 16
+// bytes.
 struct MqaWorkspace {
   i64 codes, scale, exponents, wide, bytes;  // offsets, and the size of all
 };
@@ -212,7 +236,7 @@ constexpr bool mqa_can_fold(Backend backend, Format format, i32 padded_heads) {
 
 // What the compiler gets. All members are one byte wide: hashable as bytes, no padding.
 struct MqaLogitsSpec {
-  Backend backend;     // sm89 | sm90
+  Backend backend;  // sm89 | sm90
   Format format;
   u8 head_dim;         // 32 | 64 | 128
   u8 num_heads;        // 8 | 16 | 32 | 64 | 128; Args::num_heads rounded up
@@ -237,22 +261,14 @@ struct MqaLogitsSpec {
     visit("reduction", reduction);
   }
 
-  // Column order of a group: an MMA lane t (lane & 3) holds columns 8j + 2t and 8j + 2t + 1, so
-  // the heads of one token are dealt to as few lanes as possible. Octet j holds heads_per_octet
-  // heads of tokens_per_octet tokens; column 8j + c is token c / heads_per_octet of the octet.
-  // Source: the feasibility study for this op on an H200 (one shuffle at 64 heads, none at 32).
-  constexpr i32 tokens_per_group() const { return kMqaGroupRows / num_heads; }
+  constexpr MqaColumnOrder order() const { return {kMqaGroupRows, num_heads}; }
+  constexpr i32 tokens_per_group() const { return order().tokens(); }
   constexpr i32 tokens_per_block() const { return mqa_tokens_per_block(num_heads); }
-  constexpr i32 heads_per_octet() const { return max_of(1, 8 / tokens_per_group()); }
-  constexpr i32 tokens_per_octet() const { return 8 / heads_per_octet(); }
-  constexpr i32 octets_per_token_set() const { return num_heads / heads_per_octet(); }
-  constexpr i32 token_of(i32 column) const {
-    return column / 8 / octets_per_token_set() * tokens_per_octet() +
-           column % 8 / heads_per_octet();
-  }
-  constexpr i32 head_of(i32 column) const {
-    return column / 8 % octets_per_token_set() * heads_per_octet() + column % heads_per_octet();
-  }
+  constexpr i32 heads_per_octet() const { return order().heads_per_octet(); }
+  constexpr i32 tokens_per_octet() const { return order().tokens_per_octet(); }
+  constexpr i32 octets_per_token_set() const { return order().octets_per_token_set(); }
+  constexpr i32 token_of(i32 column) const { return order().token_of(column); }
+  constexpr i32 head_of(i32 column) const { return order().head_of(column); }
 
   // The same for a column of the block's kMqaQueryRows, tokens counted from the block's first.
   constexpr i32 block_token_of(i32 column) const {
@@ -270,14 +286,16 @@ struct MqaLogitsSpec {
   constexpr i32 group_rows() const { return kMqaGroupRows + (is_folded() ? kMqaFoldedRows : 0); }
   constexpr i32 query_bytes() const { return kMqaGroups * group_rows() * head_dim; }  // as e4m3
   // As they come: bytes of one row, and of a block's rows.
-  constexpr i32 query_row_bytes() const { return format == Format::mxfp4 ? head_dim / 2 : head_dim; }
+  constexpr i32 query_row_bytes() const {
+    return format == Format::mxfp4 ? head_dim / 2 : head_dim;
+  }
   constexpr i32 query_load_bytes() const { return kMqaGroups * group_rows() * query_row_bytes(); }
   constexpr i32 kv_stage_bytes() const { return kv_stage_rows() * head_dim; }
   static constexpr i32 query_slots() { return 2; }  // sm90: query blocks in flight
 
   constexpr i32 smem_bytes() const {
     const i32 per_column = is_mx() ? 12 : 4;  // weight; exponents, weight times their power
-    if (backend == Backend::sm89)  // rows, columns, scan
+    if (backend == Backend::sm89)             // rows, columns, scan
       return query_bytes() + kv_stages * kv_stage_bytes() + kMqaQueryRows * per_column + 1024;
     const i32 per_slot = query_bytes() + kMqaQueryRows * per_column + 2304;  // rows, columns, unit
     const i32 per_stage = kv_stage_bytes() + kv_stage_rows() * 4;            // rows, scales
@@ -391,14 +409,14 @@ constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec, const Mq
 
 // The pre-pass of MX formats: rebases kv rows, a warp for every kMqaWideRows.
 struct MqaRebaseArgs {
-  const u8* values;       // [num_rows, head_dim] e4m3 | [num_rows, head_dim / 2] e2m1 pairs
-  const i32* exponents;   // [num_rows] int32: byte b is the UE8M0 exponent of block b
-  u8* codes;              // [num_rows, head_dim] e4m3, contiguous
-  float* scale;           // [num_rows]: the power of two of the codes; NaN for wide and NaN rows
-  i32* code_exponents;    // [num_rows]: UE8M0 exponents of the codes, see mx_code_exponent
-  i32* wide;              // [ceil(num_rows / 16)]: not 0 where one of 16 rows has no scale
-  i64 values_stride;      // bytes, multiple of 16
-  i64 exponents_stride;   // elements
+  const u8* values;      // [num_rows, head_dim] e4m3 | [num_rows, head_dim / 2] e2m1 pairs
+  const i32* exponents;  // [num_rows] int32: byte b is the UE8M0 exponent of block b
+  u8* codes;             // [num_rows, head_dim] e4m3, contiguous
+  float* scale;          // [num_rows]: the power of two of the codes; NaN for wide and NaN rows
+  i32* code_exponents;   // [num_rows]: UE8M0 exponents of the codes, see mx_code_exponent
+  i32* wide;             // [ceil(num_rows / 16)]: not 0 where one of 16 rows has no scale
+  i64 values_stride;     // bytes, multiple of 16
+  i64 exponents_stride;  // elements
   i32 num_rows;
 };
 

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "deep_kernels/contract/mqa_logits.h"
+#include "deep_kernels/kernels/mqa_block_sm89.cuh"
 #include "deep_kernels/kernels/mqa_logits_tile.cuh"
 #include "deep_kernels/kernels/mqa_mx.cuh"
 #include "deep_kernels/kernels/mqa_schedule.cuh"
@@ -23,154 +24,80 @@
 
 namespace deep_kernels::mqa_sm89 {
 
-// What MX formats keep beside the weights of a query column.
-template <MqaLogitsSpec S, bool kIsMx = S.is_mx()>
-struct MxSmem {
-  alignas(128) i32 query_exponents[kMqaQueryRows];  // of the codes
-  alignas(128) float powered[kMqaQueryRows];        // weights times the power of their row
-};
-template <MqaLogitsSpec S>
-struct MxSmem<S, false> {};
-
 template <MqaLogitsSpec S>
 struct Smem {
   alignas(128) u8 query[kMqaQueryRows * S.head_dim];                // column order, swizzled
   alignas(128) u8 kv[S.kv_stages][S.kv_stage_rows() * S.head_dim];  // swizzled
-  alignas(128) float weights[kMqaQueryRows];                        // column order
-  MxSmem<S> mx;
-  float power[S.tokens_per_block()];      // that the logits of the tokens owe, see owed_power
-  i32 has_extreme[S.num_threads() / 32];  // whether a warp saw such weights
+  ColumnWeights<kMqaQueryRows, S.tokens_per_block(), S.num_threads()> weights;  // column order
+  MxColumns<kMqaQueryRows, S.is_mx()> mx;
+  float power[S.tokens_per_block()];  // that the logits of the tokens owe, see owed_power
   ScheduleScratch schedule;
 };
 
 inline constexpr i32 kWarpsPerGroup = 2;
-inline constexpr i32 kTileRows = 16;  // kv rows of one MMA
 
-// 16-byte chunks of `rows` rows into swizzled shared memory; source(row) is null for a row of
-// zeros.
-template <MqaLogitsSpec S, class Source>
-DK_DEVICE void copy_rows(u32 smem, i32 rows, const u8* valid, Source&& source) {
-  constexpr i32 kChunks = S.head_dim / 16;
-  for (i32 i = ptx::thread_index(); i < rows * kChunks; i += S.num_threads()) {
-    const i32 row = i / kChunks;
-    const i32 chunk = i % kChunks;
-    const u8* from = source(row);
-    const u32 bytes = from != nullptr ? 16 : 0;  // an address must be valid even if nothing is read
-    ptx::cp_async_16(smem + tile::swizzled_offset<S.head_dim>(row, chunk),
-                     from != nullptr ? from + 16 * chunk : valid, bytes);
-  }
+template <MqaLogitsSpec S>
+struct Columns {
+  Smem<S>& smem;
+
+  static DK_DEVICE i32 token(i32 column) { return S.block_token_of(column); }
+  static DK_DEVICE i32 head(i32 column) { return S.head_of(column % kMqaGroupRows); }
+  DK_DEVICE u32 power(i32 token) const { return ptx::smem_addr(&smem.power[token]); }
+};
+
+// Where the query row of a column lies; null for one that is not there.
+template <MqaLogitsSpec S>
+DK_DEVICE const u8* query_row(const MqaLogitsArgs& args, i32 first_row, i32 column) {
+  const i32 row = first_row + Columns<S>::token(column);
+  const i32 head = Columns<S>::head(column);
+  if (row >= args.num_q || head >= args.num_heads) return nullptr;
+  return args.q + row * args.q_token_stride + head * args.q_head_stride;
 }
 
 template <MqaLogitsSpec S>
 DK_DEVICE void load_query(const MqaLogitsArgs& args, i32 first_row, Smem<S>& smem) {
-  copy_rows<S>(ptx::smem_addr(&smem.query[0]), kMqaQueryRows, args.q, [&](i32 column) -> const u8* {
-    const i32 in_group = column % kMqaGroupRows;
-    const i32 row = first_row + S.block_token_of(column);
-    const i32 head = S.head_of(in_group);
-    if (row >= args.num_q || head >= args.num_heads) return nullptr;
-    return args.q + row * args.q_token_stride + head * args.q_head_stride;
-  });
+  copy_rows<S.head_dim, S.num_threads()>(
+      ptx::smem_addr(&smem.query[0]), kMqaQueryRows, args.q,
+      [&](i32 column) { return query_row<S>(args, first_row, column); });
 }
 
-// MX: the same rows as e4m3 with one exponent each, which goes into the weights. Behind
-// post_weights; a block barrier must follow.
+// MX: the same rows as e4m3 with one exponent each, which goes into the weights. Behind the posted
+// weights; a block barrier must follow.
 template <MqaLogitsSpec S>
 DK_DEVICE void rebase_query(const MqaLogitsArgs& args, i32 first_row, Smem<S>& smem) {
-  constexpr i32 kBlocks = S.head_dim / kMxBlock;
-  const u32 rows = ptx::smem_addr(&smem.query[0]);
   DK_NO_UNROLL
   for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
-    const i32 row = first_row + S.block_token_of(column);
-    const i32 head = S.head_of(column % kMqaGroupRows);
-    const bool exists = row < args.num_q && head < args.num_heads;
-    const i32 given = load_query_exponents(args, row, head);
-    MxCodes<S.format> codes[kBlocks] = {};
-    MxRow<S.format> found;
-    DK_UNROLL
-    for (i32 block = 0; block < kBlocks; ++block) {
-      const u8* from = args.q + row * args.q_token_stride + head * args.q_head_stride +
-                       block * mx_block_bytes(S.format);
-      if (exists)
-        codes[block].load(
-            [&](u32(&bytes)[4], i32 offset) { ptx::load_global_x4(bytes, from + offset); });
-      found.add(mx_exponent(given, block), codes[block].is_zero());
-    }
-    DK_UNROLL
-    for (i32 block = 0; block < kBlocks; ++block) {
-      codes[block].rebase(found.shift(mx_exponent(given, block)));
-      DK_UNROLL
-      for (i32 half = 0; half < 2; ++half) {
-        const u32* word = codes[block].word + 4 * half;
-        ptx::store_shared_x4(
-            rows + tile::swizzled_offset<S.head_dim>(column, 2 * block + half), word[0], word[1],
-            word[2], word[3]);
-      }
-    }
-    ptx::store_shared_i32(ptx::smem_addr(&smem.mx.query_exponents[column]), found.exponents(given));
-    const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights[column]));
-    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[column]),
-                          powered_weight(weight, found.power()));
+    const i32 given =
+        load_query_exponents(args, first_row + Columns<S>::token(column), Columns<S>::head(column));
+    const MxRow<S.format> row = rebase_row<S.format, S.head_dim>(
+        ptx::smem_addr(&smem.query[0]), column, query_row<S>(args, first_row, column), given);
+    const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights.weight[column]));
+    smem.mx.post(column, row, given, weight);
   }
 }
 
 template <MqaLogitsSpec S>
 DK_DEVICE void load_kv(const MqaLogitsArgs& args, i32 first_row, i32 stage, Smem<S>& smem) {
-  copy_rows<S>(ptx::smem_addr(&smem.kv[stage][0]), S.kv_stage_rows(), args.kv,
-               [&](i32 row) -> const u8* {
-                 if (first_row + row >= args.num_kv) return nullptr;
-                 return args.kv + (first_row + row) * args.kv_stride;
-               });
+  copy_rows<S.head_dim, S.num_threads()>(ptx::smem_addr(&smem.kv[stage][0]), S.kv_stage_rows(),
+                                         args.kv, [&](i32 row) -> const u8* {
+                                           if (first_row + row >= args.num_kv) return nullptr;
+                                           return args.kv + (first_row + row) * args.kv_stride;
+                                         });
 }
 
 // Registers of one warp for one unit: a query block and the run of its stages.
 template <MqaLogitsSpec S>
 struct Math {
-  using Sum = HeadSum<S>;
+  using Sum = HeadSum<S.order()>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
+  using Query = tile::RowsAsB<S.head_dim>;
   static constexpr i32 kWarpRows = S.kv_stage_rows() / kWarpsPerGroup;  // of a stage
   static constexpr i32 kSteps = S.head_dim / 32;                        // k-steps of the MMA
-  static constexpr i32 kStepPairs = max_of(1, kSteps / 2);
 
   const MqaLogitsArgs& args;
   Smem<S>& smem;
   i32 group;
   i32 warp_row;  // first kv row of the warp in a stage
-
-  // All warps together; a block barrier must follow.
-  DK_DEVICE void post_weights(i32 first_row) const {
-    const i32 warp = ptx::warp_index();
-    bool extreme = false;
-    for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
-      const float weight = load_weight(args, first_row + S.block_token_of(column),
-                                       S.head_of(column % kMqaGroupRows));
-      extreme = extreme || is_extreme_weight(weight);
-      ptx::store_shared_f32(ptx::smem_addr(&smem.weights[column]), weight);
-    }
-    extreme = ptx::any(extreme);
-    if (ptx::lane_index() == 0)
-      ptx::store_shared_i32(ptx::smem_addr(&smem.has_extreme[warp]), extreme);
-    if (ptx::thread_index() < S.tokens_per_block())
-      ptx::store_shared_f32(ptx::smem_addr(&smem.power[ptx::thread_index()]), 1.0f);
-  }
-  // Behind that barrier: divides the weights of the tokens that need it by powers of two.
-  DK_DEVICE void tame_weights(i32 first_row) const {
-    i32 extreme = 0;
-    DK_NO_UNROLL
-    for (i32 warp = 0; warp < S.num_threads() / 32; ++warp)
-      extreme |= ptx::load_shared_i32(ptx::smem_addr(&smem.has_extreme[warp]));
-    if (extreme == 0) return;  // all threads alike
-    if (ptx::thread_index() < S.tokens_per_block())
-      ptx::store_shared_f32(ptx::smem_addr(&smem.power[ptx::thread_index()]),
-                            owed_power(args, first_row + ptx::thread_index()));
-    ptx::sync_threads();
-    for (i32 column = ptx::thread_index(); column < kMqaQueryRows; column += S.num_threads()) {
-      const float power =
-          ptx::load_shared_f32(ptx::smem_addr(&smem.power[S.block_token_of(column)]));
-      const u32 address = ptx::smem_addr(&smem.weights[column]);
-      ptx::store_shared_f32(address, ptx::load_shared_f32(address) * reciprocal(power));
-    }
-    ptx::sync_threads();
-  }
 
   // 16 rows of kv as the MMA's first operand.
   DK_DEVICE void load_kv_fragments(u32 (&a)[kSteps][4], u32 rows) const {
@@ -179,28 +106,11 @@ struct Math {
       tile::load_a_fragment<S.head_dim>(a[step], rows, step);
   }
 
-  // Eight query columns as its second: b[step] holds 32 elements of each. query[i] is the lane's
-  // address for steps 2i and 2i + 1.
-  DK_DEVICE void load_query_fragments(u32 (&b)[kSteps][2], const u32 (&query)[kStepPairs],
-                                      u32 offset) const {
-    if constexpr (kSteps == 1) {
-      ptx::ldmatrix_x2(b[0], query[0] + offset);
-    } else {
-      DK_UNROLL
-      for (i32 i = 0; i < kStepPairs; ++i) {
-        u32 both[4];
-        ptx::ldmatrix_x4(both, query[i] + offset);
-        b[2 * i][0] = both[0], b[2 * i][1] = both[1];
-        b[2 * i + 1][0] = both[2], b[2 * i + 1][1] = both[3];
-      }
-    }
-  }
-
   // Scores of one octet of query columns, summed into their heads.
   DK_DEVICE void add_octet(float (&sum)[Sum::kSlots][2], const u32 (&a)[kSteps][4],
-                           const u32 (&query)[kStepPairs], u32 weights, i32 octet) const {
+                           const Query& query, u32 weights, i32 octet) const {
     u32 b[kSteps][2];
-    load_query_fragments(b, query, octet * 8 * S.head_dim);
+    query.load(b, octet * 8 * S.head_dim);
     float x[4] = {};
     DK_UNROLL
     for (i32 step = 0; step < kSteps; ++step) ptx::mma_m16n8k32_e4m3(x, a[step], b[step]);
@@ -214,16 +124,17 @@ struct Math {
     if constexpr (S.is_mx())
       return ptx::smem_addr(&smem.mx.powered[column]);
     else
-      return ptx::smem_addr(&smem.weights[column]);
+      return ptx::smem_addr(&smem.weights.weight[column]);
   }
 
-  DK_DEVICE WideOperands wide_operands(u32 rows, i32 kv_row) const {
+  DK_DEVICE WideOperands<WideRows<S.head_dim>> wide_operands(u32 rows, i32 kv_row) const {
     const i32 column = group * kMqaGroupRows;
-    WideOperands at{.kv = rows,
-                    .kv_exponents = {},
-                    .query = ptx::smem_addr(&smem.query[column * S.head_dim]),
-                    .query_exponents = ptx::smem_addr(&smem.mx.query_exponents[column]),
-                    .weights = ptx::smem_addr(&smem.weights[column])};
+    WideOperands<WideRows<S.head_dim>> at{
+        .kv = {rows},
+        .kv_exponents = {},
+        .query = ptx::smem_addr(&smem.query[column * S.head_dim]),
+        .query_exponents = ptx::smem_addr(&smem.mx.exponents[column]),
+        .weights = ptx::smem_addr(&smem.weights.weight[column])};
     DK_UNROLL
     for (i32 i = 0; i < 2; ++i)
       at.kv_exponents[i] = load_kv_exponents(args, kv_row + ptx::lane_index() / 4 + 8 * i);
@@ -231,14 +142,8 @@ struct Math {
   }
 
   DK_DEVICE void stage(i32 first_row, i32 kv_row, i32 stage) const {
-    const i32 lane = ptx::lane_index();
-    u32 query[kStepPairs];
-    DK_UNROLL
-    for (i32 i = 0; i < kStepPairs; ++i)
-      query[i] = ptx::smem_addr(&smem.query[group * kMqaGroupRows * S.head_dim]) +
-                 tile::swizzled_offset<S.head_dim>(
-                     lane % 8, min_of(4, 2 * kSteps) * i + lane / 8 % min_of(4, 2 * kSteps));
-    const u32 weights = fast_weights(group * kMqaGroupRows + 2 * (lane % 4));
+    const Query query(ptx::smem_addr(&smem.query[group * kMqaGroupRows * S.head_dim]));
+    const u32 weights = fast_weights(group * kMqaGroupRows + 2 * (ptx::lane_index() % 4));
     const u32 rows = ptx::smem_addr(&smem.kv[stage][0]);
     DK_NO_UNROLL
     for (i32 row = warp_row; row < warp_row + kWarpRows; row += kTileRows) {
@@ -257,7 +162,7 @@ struct Math {
         Sum::join(logit, sum);
         scale(logit, set, kv_row + row + Sum::row());
         if constexpr (S.is_mx())
-          WideSum<S>::mend(logit, wide_operands(rows + row * S.head_dim, kv_row + row), set);
+          RebasedWideSum<S>::mend(logit, wide_operands(rows + row * S.head_dim, kv_row + row), set);
         store(logit, set, first_row, kv_row + row + Sum::row());
       }
     }
@@ -305,12 +210,13 @@ struct Math {
       if (ahead < num_stages) load_kv<S>(args, kv_begin + ahead * S.kv_stage_rows(), ahead, smem);
       ptx::cp_async_commit_group();
     }
-    post_weights(first_row);
+    const Columns<S> columns{smem};
+    smem.weights.post(args, first_row, columns);
     ptx::sync_threads();
     if constexpr (S.is_mx()) {
       rebase_query<S>(args, first_row, smem);  // the first stage's barrier is ahead
     } else {
-      tame_weights(first_row);
+      smem.weights.tame(args, first_row, columns);
     }
     auto stages = tile::Ring<S.kv_stages>::drainer();
     auto fills = tile::Ring<S.kv_stages>::filler();

@@ -170,8 +170,10 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
 }
 
 template <MqaLogitsSpec S>
+inline constexpr Relus kRelus = S.is_folded() ? Relus::fold : Relus::mixed;
+template <MqaLogitsSpec S>
 DK_DEVICE float column_factor(i32 column) {
-  return octet_factor<S>(column % kMqaGroupRows / 8);
+  return octet_factor(kRelus<S>, column % kMqaGroupRows / 8);
 }
 template <MqaLogitsSpec S>
 DK_DEVICE void store_weight(u32 weights, i32 column, float weight) {
@@ -390,7 +392,7 @@ constexpr ScaleLoad scale_load(const MqaLogitsSpec& spec) {
 
 template <MqaLogitsSpec S>
 struct Math {
-  using Sum = HeadSum<S>;
+  using Sum = HeadSum<S.order(), kRelus<S>>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
   using Descriptor = tile::KMajorDescriptor<S.head_dim>;
   using Scores = float[S.group_rows() / 2];
@@ -400,8 +402,8 @@ struct Math {
   const MqaLogitsArgs& args;
   Smem<S>& smem;
   i32 group;
-  i32 tile_row;   // kv row inside a tile that this lane keeps first
-  i32 slot;       // of the unit
+  i32 tile_row;          // kv row inside a tile that this lane keeps first
+  i32 slot;              // of the unit
   bool has_exact_token;  // MX: one of the group's weights cannot be had the fast way
   u32 query_low;  // descriptor of the group's query rows
   u32 kv_low;     // descriptor of kv stage 0
@@ -484,17 +486,17 @@ struct Math {
     }
   }
 
-  DK_DEVICE WideOperands wide_operands(i32 tile, i32 kv_row) const {
+  DK_DEVICE WideOperands<WideRows<S.head_dim>> wide_operands(i32 tile, i32 kv_row) const {
     const i32 first = tile * kTileRows + tile_row / 16 * 16;  // of the warp's rows
-    WideOperands at{.kv = ptx::smem_addr(&smem.kv[stages.slot][0]) + first * S.head_dim,
-                    .kv_exponents = {},
-                    .query = ptx::smem_addr(&smem.query[slot][group][0]),
-                    .query_exponents = ptx::smem_addr(&smem.mx.query_exponents[slot][group][0]),
-                    .weights = ptx::smem_addr(&smem.weights[slot][group][0])};
+    WideOperands<WideRows<S.head_dim>> at{
+        .kv = {ptx::smem_addr(&smem.kv[stages.slot][0]) + first * S.head_dim},
+        .kv_exponents = {},
+        .query = ptx::smem_addr(&smem.query[slot][group][0]),
+        .query_exponents = ptx::smem_addr(&smem.mx.query_exponents[slot][group][0]),
+        .weights = ptx::smem_addr(&smem.weights[slot][group][0])};
     DK_UNROLL
     for (i32 i = 0; i < 2; ++i)
-      at.kv_exponents[i] =
-          load_kv_exponents(args, kv_row + first + ptx::lane_index() / 4 + 8 * i);
+      at.kv_exponents[i] = load_kv_exponents(args, kv_row + first + ptx::lane_index() / 4 + 8 * i);
     return at;
   }
 
@@ -505,7 +507,8 @@ struct Math {
     sum_edge(logit, x, scales, tile);
     DK_UNROLL
     for (i32 set = 0; set < Sum::kSets; ++set) {
-      if constexpr (S.is_mx()) WideSum<S>::mend(logit[set], wide_operands(tile, kv_row), set);
+      if constexpr (S.is_mx())
+        RebasedWideSum<S>::mend(logit[set], wide_operands(tile, kv_row), set);
       DK_UNROLL
       for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
         const u32 token = first_token() + sizeof(Token) * Sum::further(set, slot);
@@ -612,9 +615,8 @@ struct Math {
       DK_UNROLL
       for (i32 half = 0; half < 2; ++half) {
         const u32* word = codes[block].word + 4 * half;
-        ptx::store_shared_x4(
-            rows + tile::swizzled_offset<S.head_dim>(column, 2 * block + half), word[0], word[1],
-            word[2], word[3]);
+        ptx::store_shared_x4(rows + tile::swizzled_offset<S.head_dim>(column, 2 * block + half),
+                             word[0], word[1], word[2], word[3]);
       }
     }
     ptx::store_shared_i32(exponents, found.exponents(given));

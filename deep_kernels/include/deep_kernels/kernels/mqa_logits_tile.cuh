@@ -26,18 +26,20 @@ DK_DEVICE void store_logit(u16* address, float value) {
 inline constexpr float kSatScore = 0x1p-25f;
 inline constexpr float kSatWeight = 0x1p25f;
 enum class Relu { clamp, saturate, fold };  // fold: the magnitude, see Reduction
-template <MqaLogitsSpec S>
-constexpr Relu octet_relu(i32 octet) {
-  if (S.is_folded()) return Relu::fold;
-  return octet % 3 == 0 ? Relu::saturate : Relu::clamp;
+enum class Relus { clamp, mixed, fold };    // of all octets
+constexpr Relu relu_of(Relus relus, i32 octet) {
+  if (relus == Relus::fold) return Relu::fold;
+  return relus == Relus::mixed && octet % 3 == 0 ? Relu::saturate : Relu::clamp;
 }
 // What the weights of an octet's columns carry for it.
-template <MqaLogitsSpec S>
-constexpr float octet_factor(i32 octet) {
-  return octet_relu<S>(octet) == Relu::clamp ? 1.0f : S.is_folded() ? 0.5f : kSatWeight;
+constexpr float octet_factor(Relus relus, i32 octet) {
+  const Relu relu = relu_of(relus, octet);
+  return relu == Relu::clamp ? 1.0f : relu == Relu::fold ? 0.5f : kSatWeight;
 }
 
-DK_DEVICE float load_weight(const MqaLogitsArgs& args, i32 row, i32 head) {
+// Args, here and below: MqaLogitsArgs or PagedMqaLogitsArgs.
+template <class Args>
+DK_DEVICE float load_weight(const Args& args, i32 row, i32 head) {
   if (row >= args.num_q || head >= args.num_heads) return 0.0f;
   const i64 index = row * args.weights_stride + head;
   switch (args.weights_dtype) {
@@ -76,7 +78,8 @@ DK_DEVICE float power_of(i32 greatest) {
   // Up to 126 either way: there the reciprocal is a normal number too.
   return ptx::float_of(static_cast<u32>(clamp_to(greatest, -126, 126) + 127) << 23);
 }
-DK_DEVICE float owed_power(const MqaLogitsArgs& args, i32 row) {
+template <class Args>
+DK_DEVICE float owed_power(const Args& args, i32 row) {
   i32 greatest = kNoExponent;
   DK_NO_UNROLL
   for (i32 head = 0; head < args.num_heads; ++head)
@@ -92,8 +95,8 @@ DK_DEVICE float scaled_sum(float sum, float scale, float power) {
   return opposite ? sum * (scale * power) : sum * scale * power;
 }
 
-// MX formats: a weight times the power of its query row. NaN, which asks for the exact way, where the
-// product leaves the range above.
+// MX formats: a weight times the power of its query row. NaN, which asks for the exact way, where
+// the product leaves the range above.
 DK_DEVICE float powered_weight(float weight, float power) {
   const float product = weight * power;
   const i32 exponent = exponent_of(product);
@@ -111,26 +114,29 @@ DK_DEVICE i32 load_kv_exponents(const MqaLogitsArgs& args, i32 row) {
 }
 
 // How the four lanes that share a kv row split and join the heads of their tokens.
-template <MqaLogitsSpec S>
+template <MqaColumnOrder O, Relus kRelus = Relus::clamp>
 struct HeadSum {
-  // A token set is what consecutive octets share: all tokens of the group, or half of them at 8
-  // heads.
-  static constexpr i32 kSets = 16 / S.octets_per_token_set();
-  // Tokens of one set whose columns a lane holds: its slots. 1 down to 32 heads, then 2.
-  static constexpr i32 kSlots = S.num_heads >= 32 ? 1 : 2;
+  static constexpr i32 kOctets = O.num_columns / 8;
+  // A token set is what consecutive octets share: all tokens of the tile, or half of them at 8
+  // heads and 128 columns.
+  static constexpr i32 kSets = kOctets / O.octets_per_token_set();
+  // Lanes that share a token's heads.
+  static constexpr i32 kLanes = O.tokens_per_octet() >= 4 ? 1 : 4 / O.tokens_per_octet();
+  // Tokens of one set whose columns a lane holds: its slots. 2 where every column is another token.
+  static constexpr i32 kSlots = O.tokens_per_octet() == 8 ? 2 : 1;
   // Kv rows a lane keeps after joining with its neighbours: both, or one of them.
-  static constexpr i32 kRows = S.num_heads <= 32 ? 2 : 1;
+  static constexpr i32 kRows = kLanes == 1 ? 2 : 1;
 
-  // The lane's tokens inside the group: the first, and how much further the others are.
-  static DK_DEVICE i32 first_token() { return S.token_of(2 * (ptx::lane_index() % 4)); }
-  static constexpr i32 further(i32 set, i32 slot) { return set * S.tokens_per_octet() + slot; }
+  // The lane's tokens inside the tile: the first, and how much further the others are.
+  static DK_DEVICE i32 first_token() { return O.token_of(2 * (ptx::lane_index() % 4)); }
+  static constexpr i32 further(i32 set, i32 slot) { return set * O.tokens_per_octet() + slot; }
   // First kv row of the 16-row MMA tile that the lane keeps; the second, if any, is 8 further.
   static DK_DEVICE i32 row() {
     const i32 lane = ptx::lane_index();
     return lane / 4 + (kRows == 1 ? 8 * (lane & 1) : 0);
   }
-  // At 128 heads two lanes end up with the same sum; one of them stores it.
-  static DK_DEVICE bool stores() { return S.num_heads <= 64 || ptx::lane_index() % 4 < 2; }
+  // Where four lanes share a token two of them end up with the same sum; one of them stores it.
+  static DK_DEVICE bool stores() { return kLanes < 4 || ptx::lane_index() % 4 < 2; }
 
   // sum[slot][r] += weights times relu of one octet's four scores x[2r + e], or times their
   // magnitude. With kFirst it begins the sum.
@@ -150,19 +156,19 @@ struct HeadSum {
       }
     }
   }
-  // All octets of a token set; the weights carry kSatWeight where octets saturate.
-  template <i32 kSet, i32 kOctet = kSet * S.octets_per_token_set()>
+  // All octets of a token set.
+  template <i32 kSet, i32 kOctet = kSet * O.octets_per_token_set()>
   static DK_DEVICE void add_set(float (&sum)[kSlots][2], const float* x,
-                                const float (&weight)[32]) {
-    if constexpr (kOctet < (kSet + 1) * S.octets_per_token_set()) {
-      add<octet_relu<S>(kOctet), kOctet % S.octets_per_token_set() == 0>(sum, x + 4 * kOctet,
-                                                                         weight + 2 * kOctet);
+                                const float (&weight)[2 * kOctets]) {
+    if constexpr (kOctet < (kSet + 1) * O.octets_per_token_set()) {
+      constexpr bool kFirst = kOctet % O.octets_per_token_set() == 0;
+      add<relu_of(kRelus, kOctet), kFirst>(sum, x + 4 * kOctet, weight + 2 * kOctet);
       add_set<kSet, kOctet + 1>(sum, x, weight);
     }
   }
 
-  // Joins the lanes of a token: kept[slot][i] belongs to kv row row() + 8 i. Converged. Number: float
-  // or double.
+  // Joins the lanes of a token: kept[slot][i] belongs to kv row row() + 8 i. Converged. Number:
+  // float or double.
   template <class Number>
   static DK_DEVICE void join(Number (&kept)[kSlots][kRows], const Number (&sum)[kSlots][2]) {
     if constexpr (kRows == 2) {
@@ -176,7 +182,7 @@ struct HeadSum {
       const Number mine = odd ? sum[0][1] : sum[0][0];
       const Number other = odd ? sum[0][0] : sum[0][1];
       kept[0][0] = mine + ptx::shuffle_xor(other, 1);
-      if constexpr (S.num_heads == 128) kept[0][0] += ptx::shuffle_xor(kept[0][0], 2);
+      if constexpr (kLanes == 4) kept[0][0] += ptx::shuffle_xor(kept[0][0], 2);
     }
   }
 };

@@ -1,6 +1,6 @@
-// Rows of MX codes become rows of e4m3 codes with one exponent: what both MQA logits kernels do with
-// query rows, and the pre-pass with kv rows. Elements stand in one order in both, not the order they
-// came in: a block's dot product does not mind.
+// Rows of MX codes become rows of e4m3 codes with one exponent: what both MQA logits kernels do
+// with query rows, and the pre-pass with kv rows. Elements stand in one order in both, not the
+// order they came in: a block's dot product does not mind.
 #pragma once
 
 #include "deep_kernels/contract/mqa_logits.h"
@@ -25,13 +25,15 @@ DK_DEVICE i32 mx_shared_exponent(i32 exponent) {
   return static_cast<i32>(static_cast<u32>(exponent) * 0x01010101u);
 }
 
-// Eight e2m1 codes of a word as two words of e4m3 codes that are 2^-6 times their value: sign, two
-// bits of exponent and one of mantissa keep their meaning at these places, subnormals too. The odd
-// elements come second.
+// Eight e2m1 codes of a word as two words of e4m3 codes, in order, that are 2^-6 times their value:
+// sign, two bits of exponent and one of mantissa keep their meaning at these places, subnormals
+// too.
 DK_DEVICE void expand_e2m1(u32 (&code)[2], u32 packed) {
-  const u32 even = packed << 4;
-  code[0] = (even & 0x80808080u) | (even >> 2 & 0x1c1c1c1cu);
-  code[1] = (packed & 0x80808080u) | (packed >> 2 & 0x1c1c1c1cu);
+  const u32 low = packed << 4;  // elements 0, 2, 4, 6
+  const u32 even = (low & 0x80808080u) | (low >> 2 & 0x1c1c1c1cu);
+  const u32 odd = (packed & 0x80808080u) | (packed >> 2 & 0x1c1c1c1cu);
+  code[0] = ptx::byte_permute(even, odd, 0x5140);
+  code[1] = ptx::byte_permute(even, odd, 0x7362);
 }
 
 // One block of 32 elements as e4m3 codes, before it is rebased: e4m3 as they came, e2m1 expanded.
@@ -49,8 +51,8 @@ struct MxCodes {
       for (i32 i = 0; i < 4; ++i) {
         u32 pair[2];
         expand_e2m1(pair, packed[i]);
-        word[2 * i] = pair[0];
-        word[2 * i + 1] = pair[1];
+        word[i] = pair[0];
+        word[4 + i] = pair[1];
       }
     } else {
       DK_UNROLL
@@ -98,6 +100,16 @@ struct MxRow {
     low = min_of(low, exponent);
     high = max_of(high, exponent);
   }
+  // Joins what the lanes of a row have added, kLanes of them side by side. Converged.
+  template <i32 kLanes>
+  DK_DEVICE void join() {
+    DK_UNROLL
+    for (i32 other = 1; other < kLanes; other *= 2) {
+      low = min_of(low, ptx::shuffle_xor(low, other));
+      high = max_of(high, ptx::shuffle_xor(high, other));
+      is_nan = ptx::shuffle_xor(static_cast<i32>(is_nan), other) != 0 || is_nan;
+    }
+  }
   DK_DEVICE bool is_narrow() const { return high - low <= mx_narrow_spread(kFormat); }
   // How far the codes of a block go down: not at all in a wide row.
   DK_DEVICE i32 shift(i32 exponent) const {
@@ -119,11 +131,11 @@ struct MxRow {
   }
 };
 
-// 2^(a + b) for two UE8M0 exponents of codes, NaN if one of them is. In float64 nothing leaves the
-// normal numbers.
-template <Format kFormat>
+// 2^(a + b) for two UE8M0 exponents of codes whose product is 2^kCodeExponents times that of their
+// values; NaN if one of them is. In float64 nothing leaves the normal numbers.
+template <i32 kCodeExponents>
 DK_DEVICE double mx_factor(i32 a, i32 b) {
-  constexpr i32 kBias = 1023 - 2 * (kMxBias + mx_code_exponent(kFormat));
+  constexpr i32 kBias = 1023 - 2 * kMxBias - kCodeExponents;
   if (a == kMxNan || b == kMxNan) return ptx::double_of(u64{0x7ff8} << 48);
   return ptx::double_of(static_cast<u64>(a + b + kBias) << 52);
 }

@@ -11,11 +11,12 @@ namespace deep_kernels {
 template <MqaRebaseSpec S>
 DK_DEVICE void mqa_rebase(const MqaRebaseArgs& args) {
   static_assert(S.invalid() == nullptr);
-  constexpr i32 kBlocks = S.head_dim / kMxBlock;    // lanes that share a row
+  constexpr i32 kBlocks = S.head_dim / kMxBlock;             // lanes that share a row
   constexpr i32 kRows = min_of(32 / kBlocks, kMqaWideRows);  // of one step
   const i32 lane = ptx::lane_index();
   const i32 block = lane % kBlocks;
-  const i32 first = (ptx::block_index() * (S.num_threads() / 32) + ptx::warp_index()) * kMqaWideRows;
+  const i32 first =
+      (ptx::block_index() * (S.num_threads() / 32) + ptx::warp_index()) * kMqaWideRows;
   if (first >= args.num_rows) return;  // the whole warp
   bool any_wide = false;
   DK_UNROLL
@@ -32,12 +33,7 @@ DK_DEVICE void mqa_rebase(const MqaRebaseArgs& args) {
     }
     MxRow<S.format> found;
     found.add(mx_exponent(given, block), codes.is_zero());
-    DK_UNROLL
-    for (i32 other = 1; other < kBlocks; other *= 2) {
-      found.low = min_of(found.low, ptx::shuffle_xor(found.low, other));
-      found.high = max_of(found.high, ptx::shuffle_xor(found.high, other));
-      found.is_nan = ptx::shuffle_xor(static_cast<i32>(found.is_nan), other) != 0 || found.is_nan;
-    }
+    found.template join<kBlocks>();
     if (exists) {
       codes.rebase(found.shift(mx_exponent(given, block)));
       u8* to = args.codes + i64{row} * S.head_dim + block * kMxBlock;

@@ -101,6 +101,10 @@ DK_DEVICE i32 load_global_written(const i32* address) { return *address; }
 DK_DEVICE void store_global(i32* address, i32 value) { *address = value; }
 DK_DEVICE void store_global(float* address, float value) { *address = value; }
 DK_DEVICE void store_global(u16* address, u16 value) { *address = value; }
+// Fetches the line of an address into the L2 cache; the address need not be good.
+DK_DEVICE void prefetch_global_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 // 16 bytes; the address is a multiple of 16.
 DK_DEVICE void store_global_x4(void* address, u32 a, u32 b, u32 c, u32 d) {
   *static_cast<uint4*>(address) = make_uint4(a, b, c, d);
@@ -137,6 +141,13 @@ DK_DEVICE u16 bf16_of(float value) {
   u16 bits;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
+}
+// Four bytes out of the eight of a (0 to 3) and b (4 to 7): nibble i of the selector's lower half
+// names the one for byte i; with its top bit, that byte's sign eight times over.
+DK_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
+  u32 value;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(a), "r"(b), "r"(selector));
+  return value;
 }
 // Pairs of e4m3 and of float16. Exact upwards; back to nearest even, what is too large to +-448.
 DK_DEVICE u32 f16x2_of_e4m3x2(u16 pair) {
@@ -176,6 +187,7 @@ DK_DEVICE i32 shuffle_up(i32 value, i32 delta) { return __shfl_up_sync(0xfffffff
 DK_DEVICE i32 shuffle(i32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 DK_DEVICE i32 reduce_min(i32 value) { return __reduce_min_sync(0xffffffffu, value); }
+DK_DEVICE u32 reduce_add(u32 value) { return __reduce_add_sync(0xffffffffu, value); }
 DK_DEVICE i32 reduce_max(i32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
 // --- block barriers ------------------------------------------------------------------------------

@@ -15,9 +15,20 @@ struct Ring {
 
   static DK_DEVICE Ring filler() { return {0, 1u}; }
   static DK_DEVICE Ring drainer() { return {0, 0u}; }
+  // Of several that take turns, number `turn`.
+  static DK_DEVICE Ring filler(i32 turn) { return {turn, 1u}; }
+  static DK_DEVICE Ring drainer(i32 turn) { return {turn, 0u}; }
   DK_DEVICE void next() {
     if (++slot == kSlots) {
       slot = 0;
+      parity ^= 1u;
+    }
+  }
+  // As many steps at once, at most kSlots.
+  DK_DEVICE void advance(i32 steps) {
+    slot += steps;
+    if (slot >= kSlots) {
+      slot -= kSlots;
       parity ^= 1u;
     }
   }

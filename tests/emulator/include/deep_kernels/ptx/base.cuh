@@ -121,6 +121,7 @@ inline void store_global_x4(void* address, u32 a, u32 b, u32 c, u32 d, At at = A
   const u32 words[4] = {a, b, c, d};
   emulator::store_global(address, words, sizeof(words), at);
 }
+inline void prefetch_global_l2(const void*) {}
 inline u32 bytes_to_aligned(const void* address, u32 unit) {
   return static_cast<u32>(-reinterpret_cast<u64>(address)) & (unit - 1);
 }
@@ -157,6 +158,9 @@ inline u32 bits_of(float value, At at = At::current()) {
 inline float float_of(u32 bits) { return std::bit_cast<float>(bits); }
 inline double double_of(u64 bits) { return std::bit_cast<double>(bits); }
 inline float float_of_f16(u16 bits) { return emulator::numeric::float_of_f16(bits); }
+inline u32 byte_permute(u32 a, u32 b, u32 selector) {
+  return emulator::numeric::byte_permute(a, b, selector);
+}
 inline u32 f16x2_of_e4m3x2(u16 pair) {
   return emulator::numeric::f16_of_e4m3(static_cast<u8>(pair)) |
          static_cast<u32>(emulator::numeric::f16_of_e4m3(static_cast<u8>(pair >> 8))) << 16;
@@ -211,6 +215,9 @@ inline i32 shuffle(i32 value, i32 lane, At at = At::current()) {
 }
 inline bool any(bool predicate, At at = At::current()) {
   return emulator::meet(Meeting::any, predicate ? 1 : 0, 0, at) != 0;
+}
+inline u32 reduce_add(u32 value, At at = At::current()) {
+  return static_cast<u32>(emulator::meet(Meeting::reduce_add, value, 0, at));
 }
 inline i32 reduce_min(i32 value, At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::reduce_min, static_cast<u32>(value), 0, at));

@@ -66,16 +66,42 @@ inline void tma_load_5d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 
   emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 5, coordinates, at);
 }
 
+// There is no cache to steer.
+inline u64 evict_first_policy() { return 0; }
+inline void tma_load_3d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z, u64,
+                        At at = At::current()) {
+  tma_load_3d(smem, map, barrier, x, y, z, at);
+}
+inline void bulk_load(u32 smem, const void* global, u32 bytes, u32 barrier, u64,
+                      At at = At::current()) {
+  emulator::bulk_load(smem, global, bytes, barrier, at);
+}
+
 // --- wgmma --------------------------------------------------------------------------------------
 
 inline void wgmma_fence(At at = At::current()) { emulator::meet(Meeting::wgmma_fence, 0, 0, at); }
 inline void wgmma_commit_group(At at = At::current()) {
   emulator::meet(Meeting::wgmma_commit, 0, 0, at);
 }
-template <i32 kPending>
-void wgmma_wait_group(float (&d)[64], At at = At::current()) {
+// e4m3 codes, negated where sign is -1.
+struct SignedFragment {
+  u32 word[4];
+  SignedFragment(const u32 (&a)[4], i32 sign) {
+    for (i32 i = 0; i < 4; ++i) word[i] = sign < 0 ? a[i] ^ 0x80808080u : a[i];
+  }
+};
+template <i32 kPending, i32 kCount>
+void wgmma_wait_group(float (&d)[kCount], At at = At::current()) {
   emulator::wgmma_wait_group(kPending, at);
-  emulator::wgmma_ready(d, 64, at);
+  emulator::wgmma_ready(d, kCount, at);
+}
+inline void wgmma_m64n32k32_e4m3(float (&d)[16], u64 a, u64 b, bool accumulate,
+                                 At at = At::current()) {
+  emulator::wgmma_e4m3(d, a, b, 32, accumulate, at);
+}
+inline void wgmma_m64n64k32_e4m3(float (&d)[32], u64 a, u64 b, bool accumulate,
+                                 At at = At::current()) {
+  emulator::wgmma_e4m3(d, a, b, 64, accumulate, at);
 }
 template <i32 kPending>
 void wgmma_wait_group(float (&d)[68], At at = At::current()) {
@@ -89,6 +115,21 @@ inline void wgmma_m64n136k32_e4m3(float (&d)[68], u64 a, u64 b, bool accumulate,
 inline void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumulate,
                                   At at = At::current()) {
   emulator::wgmma_e4m3(d, a, b, 128, accumulate, at);
+}
+template <i32 kSign>
+void wgmma_m64n32k32_e4m3(float (&d)[16], const u32 (&a)[4], u64 b, bool accumulate,
+                          At at = At::current()) {
+  emulator::wgmma_e4m3(d, SignedFragment(a, kSign).word, b, 32, accumulate, at);
+}
+template <i32 kSign>
+void wgmma_m64n64k32_e4m3(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate,
+                          At at = At::current()) {
+  emulator::wgmma_e4m3(d, SignedFragment(a, kSign).word, b, 64, accumulate, at);
+}
+template <i32 kSign>
+void wgmma_m64n128k32_e4m3(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate,
+                           At at = At::current()) {
+  emulator::wgmma_e4m3(d, SignedFragment(a, kSign).word, b, 128, accumulate, at);
 }
 
 // --- dependent launch, registers ----------------------------------------------------------------
