@@ -11,7 +11,6 @@
 #define DK_GRID_CONSTANT const __grid_constant__
 #define DK_UNROLL _Pragma("unroll")
 #define DK_NO_UNROLL _Pragma("unroll 1")
-#define DK_UNROLL_BY_8 _Pragma("unroll 8")
 
 namespace deep_kernels::ptx {
 
@@ -184,6 +183,7 @@ DK_DEVICE i32 shuffle_xor(i32 value, i32 mask) { return __shfl_xor_sync(0xffffff
 DK_DEVICE i64 shuffle_xor(i64 value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 // The value of the lane `delta` below; lanes under delta keep their own.
 DK_DEVICE i32 shuffle_up(i32 value, i32 delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
+DK_DEVICE float shuffle(float value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DK_DEVICE i32 shuffle(i32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 DK_DEVICE i32 reduce_min(i32 value) { return __reduce_min_sync(0xffffffffu, value); }

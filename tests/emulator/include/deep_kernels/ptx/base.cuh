@@ -16,7 +16,6 @@
 #define DK_GRID_CONSTANT const
 #define DK_UNROLL
 #define DK_NO_UNROLL
-#define DK_UNROLL_BY_8
 
 namespace deep_kernels::ptx {
 
@@ -209,6 +208,11 @@ inline i64 shuffle_xor(i64 value, i32 mask, At at = At::current()) {
 }
 inline i32 shuffle_up(i32 value, i32 delta, At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::shuffle_up, static_cast<u32>(value), delta, at));
+}
+inline float shuffle(float value, i32 lane, At at = At::current()) {
+  emulator::check_poison(value, at);
+  return float_of(
+      static_cast<u32>(emulator::meet(Meeting::shuffle, std::bit_cast<u32>(value), lane, at)));
 }
 inline i32 shuffle(i32 value, i32 lane, At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::shuffle, static_cast<u32>(value), lane, at));
