@@ -79,6 +79,25 @@ def _case(rows: tuple[int, str], **fields: Any) -> Case:
 SWEEP = [_case(**row, seed=seed) for seed, row in enumerate(pairwise(FACTORS))]
 
 
+BITS_CASES = [
+    Case(batch=5, next_n=next_n, max_len=400, num_heads=num_heads, head_dim=head_dim, format=format,
+         logits_dtype=dtype, lens=lens, seed=seed)
+    for seed, (format, next_n, num_heads, head_dim, dtype, lens) in enumerate(
+        [
+            ("fp8", 1, 64, 128, torch.float32, "1d"),
+            ("fp8", 2, 32, 128, torch.float32, "2d"),
+            ("fp8", 3, 7, 32, torch.bfloat16, "1d"),
+            ("fp8", 1, 64, 64, torch.float32, "indices"),
+            ("mxfp8", 1, 64, 128, torch.float32, "1d"),
+            ("mxfp8", 4, 24, 64, torch.bfloat16, "2d"),
+            ("mxfp4", 2, 128, 128, torch.float32, "1d"),
+            ("mxfp4", 1, 8, 64, torch.float32, "indices"),
+        ]
+    )
+]  # fmt: skip
+EVERY_BITS_CASE = pytest.mark.parametrize("case", BITS_CASES, ids=str)
+
+
 # ------------------------------------------------------------------------------------------ inputs
 
 

@@ -191,6 +191,30 @@ def test_lengths_and_tables_at_the_limits(base: PagedCase, arch: str) -> None:
             assert torch.isneginf(logits[base.next_n :]).all()
 
 
+@EVERY_BASE
+def test_pages_and_rows_may_lie_apart(base: PagedCase, arch: str) -> None:
+    """What lies between them belongs to nobody: the emulator knows every byte that is not the tensors'."""
+    inputs = base.make_inputs()
+    wanted = run(base, arch, inputs)
+    pages = inputs.kv_cache
+    stride = pages[0].numel() + 48
+    cache = torch.full((len(pages) * stride,), 0xFF, dtype=torch.uint8).as_strided(
+        pages.shape, (stride, pages.shape[3], pages.shape[3], 1)
+    )
+    cache.copy_(pages)
+    apart = replace(
+        inputs,
+        kv_cache=cache,
+        weights=torch.nn.functional.pad(inputs.weights, (0, 3), value=torch.nan)[:, : base.num_heads],
+        context_lens=torch.stack((inputs.context_lens, inputs.context_lens * 0 - 7), dim=-1)[..., 0],
+        block_table=torch.nn.functional.pad(inputs.block_table, (0, 5), value=-1)[:, : inputs.block_table.shape[1]],
+    )
+    out = torch.zeros(len(wanted), base.width + 3, dtype=base.logits_dtype)[:, : base.width]
+    with installed(Emulator(), base.num_sms):
+        assert run_paged(base, apart, arch, out=out) is out
+    assert torch.equal(out.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32))
+
+
 METADATA_CASES = [
     PagedCase(
         batch=batch, next_n=3 if lens == "2d" else 1, lens=lens, max_len=900, num_heads=1, head_dim=32, block_kv=256,

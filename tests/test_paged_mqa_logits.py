@@ -14,6 +14,7 @@ import torch
 from conftest import Backend
 from mqa_cases import INT32_MAX, INT32_MIN, agreement_limit, assert_same_bits, inside_larger, unpack_scale, word
 from paged_mqa_cases import (
+    EVERY_BITS_CASE,
     SWEEP,
     Case,
     Inputs,
@@ -139,25 +140,6 @@ def test_nothing_to_score(backend: Backend, clean: bool) -> None:
 
 
 # ------------------------------------------------------------------------------------------ equal bits
-
-
-BITS_CASES = [
-    Case(batch=5, next_n=next_n, max_len=400, num_heads=num_heads, head_dim=head_dim, format=format,
-         logits_dtype=dtype, lens=lens, seed=seed)
-    for seed, (format, next_n, num_heads, head_dim, dtype, lens) in enumerate(
-        [
-            ("fp8", 1, 64, 128, torch.float32, "1d"),
-            ("fp8", 2, 32, 128, torch.float32, "2d"),
-            ("fp8", 3, 7, 32, torch.bfloat16, "1d"),
-            ("fp8", 1, 64, 64, torch.float32, "indices"),
-            ("mxfp8", 1, 64, 128, torch.float32, "1d"),
-            ("mxfp8", 4, 24, 64, torch.bfloat16, "2d"),
-            ("mxfp4", 2, 128, 128, torch.float32, "1d"),
-            ("mxfp4", 1, 8, 64, torch.float32, "indices"),
-        ]
-    )
-]  # fmt: skip
-EVERY_BITS_CASE = pytest.mark.parametrize("case", BITS_CASES, ids=str)
 
 
 def garbage_schedules(backend: Backend, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
@@ -623,88 +605,3 @@ def test_metadata_of_odd_lengths(backend: Backend) -> None:
     assert schedule[0].tolist() == [3, 0] and schedule[4].tolist() == [6, 0]
     assert schedule[2].tolist() in ([4, 0], [3, 2**25], [4, 1])
     assert (schedule[1:, 0] >= schedule[:-1, 0]).all()
-
-
-# ------------------------------------------------------------------------------------------ CUDA
-
-
-@pytest.fixture
-def card(backend: Backend) -> Backend:
-    if backend.device != "cuda":
-        pytest.skip("of CUDA devices alone")
-    return backend
-
-
-@EVERY_BITS_CASE
-@pytest.mark.parametrize("with_schedule", (False, True), ids=("", "schedule"))
-def test_graph_replays_with_changed_contents(card: Backend, case: Case, with_schedule: bool) -> None:
-    """Captured as the first call of all, in a fresh cache of modules; then every input changes in place."""
-    inputs = make_inputs(case, card.device)
-    other = make_inputs(replace(case, seed=case.seed + 100), card.device)
-    if is_refused(card, inputs):
-        return
-    other = replace(other, kv_cache=other.kv_cache[: inputs.kv_cache.shape[0]])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        schedule = metadata(card, inputs, 50) if with_schedule else None
-        logits = call(card, inputs, 400, dtype=case.logits_dtype, schedule=schedule)
-    graph.replay()
-    assert_same_bits(logits, call(card, inputs, 400, dtype=case.logits_dtype))
-    for name, tensor in inputs.tensors().items():
-        new = other.tensors()[name]
-        assert new.shape == tensor.shape, name
-        tensor.view(torch.uint8).copy_(new.view(torch.uint8))
-    graph.replay()
-    wanted = call(card, other, 400, dtype=case.logits_dtype)
-    assert_same_bits(logits, wanted)
-
-
-@EVERY_BITS_CASE
-def test_memory_full_of_nan_changes_no_bit(card: Backend, case: Case) -> None:
-    """Fresh allocations hold 0xff bytes: whatever is read before it is written shows."""
-    inputs = make_inputs(case, card.device)
-    if is_refused(card, inputs):
-        return
-    wanted = call(card, inputs, case.width, dtype=case.logits_dtype).clone()
-    for _ in range(3):
-        blocks = [torch.full((1 << size,), 0xFF, dtype=torch.uint8, device="cuda") for size in range(9, 25)]
-        del blocks
-        assert_same_bits(call(card, inputs, case.width, dtype=case.logits_dtype), wanted)
-
-
-@pytest.mark.parametrize("format", formats.FORMATS)
-def test_addresses_beyond_32_bits(card: Backend, format: str) -> None:
-    """Pages, rows of logits and of the table that lie past 2^31 and 2^32 bytes and elements."""
-    case = Case(batch=3, max_len=200, head_dim=128, format=format, lengths="full")
-    inputs = make_inputs(case, card.device)
-    if is_refused(card, inputs):
-        return
-    wanted = call(card, inputs, 200)
-    page_bytes = inputs.kv_cache[0].numel()
-    num_blocks = (1 << 32) // page_bytes + inputs.kv_cache.shape[0] + 5
-    row = (1 << 31) + 256  # elements from row to row of the logits
-    free, _ = torch.cuda.mem_get_info()
-    needed = num_blocks * page_bytes + 2 * 4 * row + (1 << 30)
-    if free < needed:
-        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory, {free >> 30} are there")
-    cache = torch.full((num_blocks, *inputs.kv_cache.shape[1:]), 0xFF, dtype=torch.uint8, device=card.device)
-    shift = num_blocks - inputs.kv_cache.shape[0]
-    cache[shift:] = inputs.kv_cache
-    moved = replace(inputs, kv_cache=cache, block_table=inputs.block_table + shift)
-    assert_same_bits(call(card, moved, 200), wanted)
-    del cache, moved
-    far = torch.full(((2 * row + 200),), 7.0, device=card.device)
-    out = far.as_strided((3, 200), (row, 1))
-    call(card, inputs, 200, out=out)
-    assert_same_bits(out, wanted)
-    out.fill_(7.0)
-    assert (far == 7.0).all()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_second_gpu() -> None:
-    first = Backend("cuda", "cuda", None)
-    inputs = make_inputs(Case(), "cuda:0")
-    logits = call(first, make_inputs(Case(), "cuda:1"), 200)
-    assert logits.device == torch.device("cuda:1")
-    assert_same_bits(logits, call(first, inputs, 200))

@@ -300,6 +300,19 @@ def test_prepare_of_a_case_with_metadata_brings_its_schedule(no_settings: Path, 
     assert reports[1]["entry"] == dk.prepare([SCHEDULE], arch="sm_89")[0]["entry"]
 
 
+def test_prepare_of_paged_cases(no_settings: Path, nvrtc: tuple[str, str]) -> None:
+    """A request's query tokens share tiles by one, two or four; page sizes run in one kernel."""
+    case = {"op": "fp8_fp4_paged_mqa_logits", "num_heads": 64, "head_dim": 64}
+    small = dk.prepare([case | {"block_kv": size} for size in (16, 256)], arch="sm_89", jobs=1)
+    assert small[0]["entry"] == small[1]["entry"]
+    several = [{"next_n": next_n} for next_n in (1, 2, 3, 9)] + [{"indices": True}]
+    reports = dk.prepare([case | fields for fields in several], arch="sm_89", jobs=1)
+    assert [json.loads(report["about"])["spec"]["unit_rows"] for report in reports] == [1, 2, 4, 4, 2]
+    schedule = dk.prepare([{"op": "get_paged_mqa_logits_metadata"}], arch="sm_89")
+    both = dk.prepare([case | {"metadata": True}], arch="sm_89", jobs=1)
+    assert [report["entry"] for report in both] == [small[0]["entry"], schedule[0]["entry"]]
+
+
 def test_prepare_of_nothing() -> None:
     assert dk.prepare([]) == []
     assert dk.prepare([{"op": OP}], arch="cpu") == []
