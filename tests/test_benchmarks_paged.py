@@ -93,6 +93,7 @@ def test_rows_can_be_chosen(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(bench.Shape, "refusal", lambda self: None)
     out = tmp_path / "results" / "paged.json"
     words = ["--rows", "2", "--heads", "32", "--formats", "fp8,mxfp4", "--out", str(out)]
     monkeypatch.setattr("sys.argv", ["bench_paged_mqa_logits.py", *words])
