@@ -11,6 +11,7 @@
 #define DK_GRID_CONSTANT const __grid_constant__
 #define DK_UNROLL _Pragma("unroll")
 #define DK_NO_UNROLL _Pragma("unroll 1")
+#define DK_UNROLL_BY_8 _Pragma("unroll 8")
 
 namespace deep_kernels::ptx {
 
@@ -118,6 +119,8 @@ DK_DEVICE u32 bytes_to_aligned(const void* address, u32 unit) {
 DK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // max(a, b) where a NaN loses against a number.
 DK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
+// Often no instruction of its own: a sign that the one that reads it leaves out.
+DK_DEVICE float abs(float a) { return fabsf(a); }
 // a * b clamped to [0, 1]; NaN gives 0.
 DK_DEVICE float mul_sat(float a, float b) {
   float value;
@@ -155,6 +158,11 @@ DK_DEVICE u32 f16x2_of_e4m3x2(u16 pair) {
 DK_DEVICE u16 e4m3x2_of_f16x2(u32 pair) {
   u16 value;
   asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(value) : "r"(pair));
+  return value;
+}
+DK_DEVICE u16 e4m3x2_of_f32x2(float low, float high) {
+  u16 value;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(value) : "f"(high), "f"(low));
   return value;
 }
 DK_DEVICE u32 mul_f16x2(u32 a, u32 b) {

@@ -16,6 +16,7 @@
 #define DK_GRID_CONSTANT const
 #define DK_UNROLL
 #define DK_NO_UNROLL
+#define DK_UNROLL_BY_8
 
 namespace deep_kernels::ptx {
 
@@ -140,6 +141,10 @@ inline float max(float a, float b, At at = At::current()) {
   emulator::identity.time += emulator::kAluCycles;
   return emulator::numeric::max(a, b);
 }
+inline float abs(float a, At at = At::current()) {
+  emulator::check_poison(a, at);
+  return std::fabs(a);
+}
 inline float mul_sat(float a, float b, At at = At::current()) {
   emulator::check_poison(a, at);
   emulator::check_poison(b, at);
@@ -165,6 +170,11 @@ inline u16 e4m3x2_of_f16x2(u32 pair) {
     return emulator::numeric::e4m3_of(emulator::numeric::float_of_f16(static_cast<u16>(bits)));
   };
   return static_cast<u16>(half(pair & 0xffffu) | half(pair >> 16) << 8);
+}
+inline u16 e4m3x2_of_f32x2(float low, float high, At at = At::current()) {
+  emulator::check_poison(low, at);
+  emulator::check_poison(high, at);
+  return static_cast<u16>(emulator::numeric::e4m3_of(low) | emulator::numeric::e4m3_of(high) << 8);
 }
 inline u32 mul_f16x2(u32 a, u32 b) {
   return emulator::numeric::f16_of(float_of_f16(static_cast<u16>(a)) *
