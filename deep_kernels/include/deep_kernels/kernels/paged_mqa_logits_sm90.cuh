@@ -22,18 +22,22 @@ namespace deep_kernels::paged_sm90 {
 // --- scheduler warp -----------------------------------------------------------------------------
 
 template <PagedMqaLogitsSpec S>
-DK_DEVICE void post_unit(const PagedMqaLogitsArgs& args, const Work& work, Unit<S.unit_rows>& unit,
-                         u32 unit_posted) {
+DK_DEVICE void post_tokens(const PagedMqaLogitsArgs& args, const Work& work,
+                           Unit<S.unit_rows>& unit) {
   const i32 lane = ptx::lane_index();
   if (lane < S.unit_rows) post_token(args, work, lane, unit.token[lane]);
-  if (lane == 0) {
-    ptx::store_shared_i64(ptx::smem_addr(&unit.table), work.request * args.table_stride);
-    ptx::store_shared_i32(ptx::smem_addr(&unit.first_tile), work.tiles.begin);
-    ptx::store_shared_i32(ptx::smem_addr(&unit.num_tiles), work.tiles.end - work.tiles.begin);
-    ptx::store_shared_i32(ptx::smem_addr(&unit.longest), work.longest);
-  }
-  ptx::sync_warp();  // what all lanes have written is there before lane 0 posts the unit
-  if (lane == 0) ptx::mbarrier_arrive(unit_posted);
+}
+
+// What the kv warps have to know; they start on it at once.
+template <i32 kRows>
+DK_DEVICE void post_unit(const PagedMqaLogitsArgs& args, const Work& work, Unit<kRows>& unit,
+                         u32 unit_posted) {
+  if (ptx::lane_index() != 0) return;
+  ptx::store_shared_i64(ptx::smem_addr(&unit.table), work.request * args.table_stride);
+  ptx::store_shared_i32(ptx::smem_addr(&unit.first_tile), work.tiles.begin);
+  ptx::store_shared_i32(ptx::smem_addr(&unit.num_tiles), work.tiles.end - work.tiles.begin);
+  ptx::store_shared_i32(ptx::smem_addr(&unit.longest), work.longest);
+  ptx::mbarrier_arrive(unit_posted);
 }
 
 template <PagedMqaLogitsSpec S, class Maps>
@@ -168,16 +172,18 @@ DK_DEVICE void fill_unit(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<
   const u32 weights = ptx::smem_addr(&smem.weights[slots.slot][0]);
   prefetch_table(args, work);
   ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
-  post_unit<S>(args, work, unit, ptx::smem_addr(&smem.unit_posted[slots.slot]));
+  post_unit(args, work, unit, ptx::smem_addr(&smem.unit_posted[slots.slot]));
   if constexpr (S.is_mx()) {
     const u32 loaded = ptx::smem_addr(&smem.mx.query_loaded[slots.slot]);
     load_queries<S>(args, maps, work, queries + S.query_bytes() - S.query_load_bytes(), loaded);
+    post_tokens<S>(args, work, unit);
     post_mx_columns<S>(args, work, weights,
                        ptx::smem_addr(&smem.mx.query_exponents[slots.slot][0]));
     ptx::mbarrier_wait(loaded, slots.parity ^ 1u);  // as whoever drains the slot
     rebase_queries<S>(smem, slots.slot);
   } else {
     load_queries<S>(args, maps, work, queries, filled);
+    post_tokens<S>(args, work, unit);
     post_weights<S>(args, work, weights, unit);
   }
   ptx::mbarrier_arrive(filled);  // every lane for what it wrote
@@ -302,11 +308,12 @@ DK_DEVICE void paged_mqa_logits_sm90(const PagedMqaLogitsArgs& args, const Maps&
   const i32 warp = ptx::warp_index();
   const i32 helper = warp - 4 * S.math_groups;
 
-  if (ptx::thread_index() == 0) {
+  // The last warp has nothing to look for in find_paged_run as long as requests are few.
+  if (ptx::thread_index() == S.num_threads() - 32) {
     ptx::prefetch_tensor_map(maps.q);
     ptx::prefetch_tensor_map(maps.kv);
+    init_barriers<S>(smem);
   }
-  init_barriers<S>(smem);
   ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written
   find_paged_run<S>(args, smem.run);
   ptx::sync_threads();

@@ -56,23 +56,22 @@ inline constexpr i32 kSchedulerWarp = kKvWarps;
 inline constexpr i32 kCleanerWarps = 1;
 static_assert(kKvWarps + 1 + kCleanerWarps == 4);
 
+// By one thread.
 template <PagedMqaLogitsSpec S>
 DK_DEVICE void init_barriers(Smem<S>& smem) {
-  if (ptx::thread_index() == 0) {
-    DK_NO_UNROLL
-    for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
-      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), S.is_mx() ? 32 : 33);
-      if constexpr (S.is_mx()) ptx::mbarrier_init(ptx::smem_addr(&smem.mx.query_loaded[i]), 1);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), 4 * S.math_groups + kKvWarps);
-    }
-    DK_NO_UNROLL
-    for (i32 i = 0; i < S.kv_stages; ++i) {
-      ptx::mbarrier_init(ptx::smem_addr(&smem.kv_filled[i]), 1);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.kv_drained[i]), 4);
-    }
-    ptx::fence_mbarrier_init();
+  DK_NO_UNROLL
+  for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
+    ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
+    ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), S.is_mx() ? 32 : 33);
+    if constexpr (S.is_mx()) ptx::mbarrier_init(ptx::smem_addr(&smem.mx.query_loaded[i]), 1);
+    ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), 4 * S.math_groups + kKvWarps);
   }
+  DK_NO_UNROLL
+  for (i32 i = 0; i < S.kv_stages; ++i) {
+    ptx::mbarrier_init(ptx::smem_addr(&smem.kv_filled[i]), 1);
+    ptx::mbarrier_init(ptx::smem_addr(&smem.kv_drained[i]), 4);
+  }
+  ptx::fence_mbarrier_init();
 }
 
 // A block starts with equal registers for all, a multiple of 8; what the helpers give up the math
