@@ -359,6 +359,7 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
     const i32 num_stages = ptx::load_shared_i32(ptx::smem_addr(&unit.num_stages));
     if (num_stages == 0) return;
     i32 row = ptx::load_shared_i32(ptx::smem_addr(&unit.kv_begin));
+    if constexpr (S.is_mx()) ptx::sync_warp();  // all lanes have read the unit before lane 0 goes on
     DK_NO_UNROLL
     for (i32 i = 0; i < num_stages; ++i, row += S.kv_stage_rows(), stages.next()) {
       const u32 filled = ptx::smem_addr(&smem.kv_filled[stages.slot]);

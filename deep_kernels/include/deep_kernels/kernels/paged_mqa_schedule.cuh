@@ -214,13 +214,32 @@ DK_DEVICE void paged_mqa_schedule(const PagedMqaScheduleArgs& args) {
   for (i32 i = ptx::thread_index(); i <= args.num_sms; i += S.num_threads()) {
     if (cuts(i) >= scan.total) write(i, {args.num_requests, 0});
   }
+  // The first cut at or behind a position.
+  const auto first_cut = [&](u32 position) {
+    const u64 scaled = u64{position} * static_cast<u32>(args.num_sms) + scan.total - 1;
+    return scan.total > 0 ? static_cast<i32>(scaled / scan.total) : 0;
+  };
   scan.for_each_request([&](i32 request, i32 num_tiles, u32 begin, u32 end) {
-    if (begin == end) return;
-    // The first cut at or behind `begin`, then those in the request.
-    const u64 scaled = u64{begin} * static_cast<u32>(args.num_sms) + scan.total - 1;
+    const i32 first = first_cut(begin);
+    const i32 last = begin == end ? first : min_of(first_cut(end), args.num_sms);
+    // Few requests have many cuts each: then all lanes write those of one request after the other.
+    constexpr i32 kFew = 2;
+    if (!ptx::any(last - first > kFew)) {
+      for (i32 i = first; i < last; ++i)
+        write(i, paged_cut_in_request(request, cuts(i) - begin, num_tiles));
+      return;
+    }
     DK_NO_UNROLL
-    for (i32 i = static_cast<i32>(scaled / scan.total); i < args.num_sms && cuts(i) < end; ++i)
-      write(i, paged_cut_in_request(request, cuts(i) - begin, num_tiles));
+    for (i32 lane = 0; lane < 32; ++lane) {
+      const i32 stop = ptx::shuffle(last, lane);
+      i32 i = ptx::shuffle(first, lane);
+      if (i >= stop) continue;  // the whole warp
+      const PagedCut cut{ptx::shuffle(request, lane), ptx::shuffle(num_tiles, lane)};
+      const u32 from = static_cast<u32>(ptx::shuffle(static_cast<i32>(begin), lane));
+      DK_NO_UNROLL
+      for (i += ptx::lane_index(); i < stop; i += 32)
+        write(i, paged_cut_in_request(cut.request, cuts(i) - from, cut.tile));
+    }
   });
 }
 
