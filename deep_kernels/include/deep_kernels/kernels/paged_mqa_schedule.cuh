@@ -220,25 +220,24 @@ DK_DEVICE void paged_mqa_schedule(const PagedMqaScheduleArgs& args) {
     return scan.total > 0 ? static_cast<i32>(scaled / scan.total) : 0;
   };
   scan.for_each_request([&](i32 request, i32 num_tiles, u32 begin, u32 end) {
-    const i32 first = first_cut(begin);
-    const i32 last = begin == end ? first : min_of(first_cut(end), args.num_sms);
-    // Few requests have many cuts each: then all lanes write those of one request after the other.
-    constexpr i32 kFew = 2;
-    if (!ptx::any(last - first > kFew)) {
-      for (i32 i = first; i < last; ++i)
-        write(i, paged_cut_in_request(request, cuts(i) - begin, num_tiles));
-      return;
-    }
+    // A cut per lane, however many of them a request has: looked up among the lanes' requests.
+    const i32 first = first_cut(static_cast<u32>(ptx::shuffle(static_cast<i32>(begin), 0)));
+    const i32 last = min_of(
+        first_cut(static_cast<u32>(ptx::shuffle(static_cast<i32>(end), 31))), args.num_sms);
     DK_NO_UNROLL
-    for (i32 lane = 0; lane < 32; ++lane) {
-      const i32 stop = ptx::shuffle(last, lane);
-      i32 i = ptx::shuffle(first, lane);
-      if (i >= stop) continue;  // the whole warp
-      const PagedCut cut{ptx::shuffle(request, lane), ptx::shuffle(num_tiles, lane)};
-      const u32 from = static_cast<u32>(ptx::shuffle(static_cast<i32>(begin), lane));
-      DK_NO_UNROLL
-      for (i += ptx::lane_index(); i < stop; i += 32)
-        write(i, paged_cut_in_request(cut.request, cuts(i) - from, cut.tile));
+    for (i32 base = first; base < last; base += 32) {
+      const i32 i = base + ptx::lane_index();
+      const u32 position = cuts(min_of(i, last - 1));
+      i32 lane = 0;  // the first one whose request ends behind the position
+      DK_UNROLL
+      for (i32 step = 16; step > 0; step /= 2)
+        if (static_cast<u32>(ptx::shuffle(static_cast<i32>(end), lane + step - 1)) <= position)
+          lane += step;
+      const PagedCut cut = paged_cut_in_request(
+          ptx::shuffle(request, lane),
+          position - static_cast<u32>(ptx::shuffle(static_cast<i32>(begin), lane)),
+          ptx::shuffle(num_tiles, lane));
+      if (i < last) write(i, cut);
     }
   });
 }
