@@ -95,13 +95,13 @@ def make_problem(shape: Shape, device: str = "cuda", seed: int = 0) -> Problem:
         kv, kv_scale = formats.quantize_fp8(kv_float)
     else:
         quantize = getattr(formats, f"quantize_{shape.format}")
-        q, q_scale = quantize(_with_block_factors(q_float, generator))
-        kv, kv_scale = quantize(_with_block_factors(kv_float, generator))
+        q, q_scale = quantize(with_block_factors(q_float, generator))
+        kv, kv_scale = quantize(with_block_factors(kv_float, generator))
     weights = normal(shape.num_q, shape.num_heads)
     return Problem(q, q_scale, kv, kv_scale, weights, *windows_of(shape, device, generator))
 
 
-def _with_block_factors(x: Tensor, generator: torch.Generator) -> Tensor:
+def with_block_factors(x: Tensor, generator: torch.Generator) -> Tensor:
     """What ordinary MX data is: each block of 32 times a power of two from 2^-4 to 2^4."""
     size = (*x.shape[:-1], x.shape[-1] // _BLOCK)
     exponent = torch.randint(-4, 5, size, device=x.device, generator=generator, dtype=torch.int32)

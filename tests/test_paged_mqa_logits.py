@@ -29,6 +29,7 @@ from paged_mqa_cases import (
     used_bytes,
     with_page_stride,
 )
+from test_mqa_logits_memory import far_apart, poisoned_memory, skip_without_room
 from torch import Tensor
 
 import deep_kernels as dk
@@ -541,6 +542,45 @@ def test_forms_of_the_same_bytes_give_the_same_bits(backend: Backend) -> None:
                 for q_scale in (inputs.q_scale, unpacked, odd, junk):
                     same = replace(inputs, q=inputs.q.view(dtype), q_scale=q_scale)
                     assert_same_bits(call(backend, same, 200), wanted)
+
+
+@pytest.mark.parametrize("byte", (None, 0x00, 0x5A, 0x7F, 0xFF))
+@EVERY_BITS_CASE
+def test_fresh_memory_may_hold_anything(backend: Backend, case: Case, byte: int | None) -> None:
+    """The result and schedules: whatever is read was written before."""
+    if byte is not None and backend.device == "cpu":
+        pytest.skip("only the allocator of a card can be made to hand a chosen byte out")
+    inputs = make_inputs(case, backend.device)
+    if is_refused(backend, inputs):
+        return
+    wanted = call(backend, inputs, case.width, dtype=case.logits_dtype)
+    _, inside = expected(inputs, case.width)
+    for with_schedule in (False, True):
+        with poisoned_memory(backend, byte):
+            schedule = metadata(backend, inputs) if with_schedule else None
+            cleaned = call(backend, inputs, case.width, dtype=case.logits_dtype, schedule=schedule)
+            uncleaned = call(backend, inputs, case.width, dtype=case.logits_dtype, schedule=schedule, clean=False)
+        assert_same_bits(cleaned, wanted)
+        assert_same_bits(uncleaned, wanted, inside)
+
+
+@pytest.mark.parametrize("last_byte", (2**31 - 4096, 2**31 + 4096, 2**32 + 4096), ids=("below", "2^31", "2^32"))
+@pytest.mark.parametrize("name", ("q", "kv_cache", "weights", "context_lens", "block_table", "out"))
+@pytest.mark.parametrize("format", formats.FORMATS)
+def test_rows_far_apart(backend: Backend, format: str, name: str, last_byte: int) -> None:
+    """Offsets beyond 31 and 32 bits by strides; on the CPU only pages that are touched take memory."""
+    inputs = make_inputs(Case(format=format, lengths="full"), backend.device)
+    if is_refused(backend, inputs):
+        return
+    skip_without_room(backend, 1.2 * last_byte)
+    wanted = call(backend, inputs, 200)
+    if name == "out":
+        out = far_apart(torch.zeros_like(wanted), last_byte)
+        assert_same_bits(call(backend, inputs, 200, out=out), wanted)
+        return
+    tensor = getattr(inputs, name)
+    apart = far_apart(tensor, last_byte) if tensor.dim() > 1 else far_apart(tensor[:, None], last_byte)[:, 0]
+    assert_same_bits(call(backend, replace(inputs, **{name: apart}), 200), wanted)
 
 
 def test_memory_stays_small() -> None:

@@ -22,13 +22,18 @@ Clean parse_placement(const std::string& where, const std::string& text) {
 
 }  // namespace
 
+Schedule mqa_schedule_mode(const MqaLogitsCase& wanted) {
+  const bool uses = wanted.metadata && wanted.format == Format::fp8;
+  return uses ? Schedule::metadata : Schedule::derived;
+}
+
 Clean choose_mqa_clean(const MqaLogitsCase& wanted, Backend backend) {
   if (!wanted.clean) return Clean::off;
   if (wanted.placement) return *wanted.placement;
   if (const auto text = settings::of_op(kCleanVariable))
     return parse_placement(kCleanVariable, *text);
-  const Schedule schedule = wanted.metadata ? Schedule::metadata : Schedule::derived;
-  const CleanRow* row = find_clean_row(kCleanTable, backend, wanted.format, schedule);
+  const CleanRow* row =
+      find_clean_row(kCleanTable, backend, wanted.format, mqa_schedule_mode(wanted));
   return row ? row->placement : Clean::deferred;  // which needs no warp of its own
 }
 
@@ -37,10 +42,12 @@ MqaLogitsCase read_mqa_logits_case(CaseReader& reader) {
   mqa::read_case(reader, wanted);
   reader.take_bool("compressed", false);  // both run in one kernel
   checks::to_i32(reader.op().c_str(), "max_seqlen_k", reader.take_int("max_seqlen_k", 0));
-  if (const auto reduction = reader.take("reduction");
-      reduction && *reduction != "exact" && *reduction != "folded")
-    throw ValueError(fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'", reader.op(),
-                                 *reduction));
+  if (const auto reduction = reader.take("reduction")) {
+    if (*reduction != "exact" && *reduction != "folded")
+      throw ValueError(fmt::format("{}: reduction must be 'exact' or 'folded', got '{}'",
+                                   reader.op(), *reduction));
+    wanted.folded = *reduction == "folded";
+  }
   if (const auto placement = reader.take("clean_placement"))
     wanted.placement = parse_placement(reader.op() + ": clean_placement", *placement);
   return wanted;
@@ -66,14 +73,17 @@ std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backe
 }
 
 MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch) {
+  const i32 num_heads = mqa_padded_heads(static_cast<i32>(wanted.num_heads));
+  const bool folds = wanted.folded && mqa_can_fold(arch.backend, wanted.format, num_heads);
   return {.backend = arch.backend,
           .format = wanted.format,
           .head_dim = static_cast<u8>(wanted.head_dim),
-          .num_heads = static_cast<u8>(mqa_padded_heads(static_cast<i32>(wanted.num_heads))),
+          .num_heads = static_cast<u8>(num_heads),
           .logits_dtype = wanted.logits_dtype,
           .clean = choose_mqa_clean(wanted, arch.backend),
-          .schedule = wanted.metadata ? Schedule::metadata : Schedule::derived,
-          .kv_stages = mqa_kv_stages(arch.backend, static_cast<i32>(wanted.head_dim))};
+          .schedule = mqa_schedule_mode(wanted),
+          .kv_stages = mqa_kv_stages(arch.backend, static_cast<i32>(wanted.head_dim)),
+          .reduction = folds ? Reduction::folded : Reduction::exact};
 }
 
 KernelText kernel_text(const MqaLogitsSpec& spec) {

@@ -7,6 +7,7 @@
 #include "ops/checks.h"
 #include "ops/device.h"
 #include "ops/mqa_check.h"
+#include "ops/mqa_fold.h"
 #include "ops/mqa_rebase.h"
 #include "runtime/errors.h"
 
@@ -31,6 +32,7 @@ struct Operands {
   at::Tensor q_exponents;  // MX: int32 [num_q, num_heads]
   at::Tensor kv_scale;     // fp8
   RebasedKv kv;            // MX
+  at::Tensor folded;       // folded reduction
 };
 
 // TMA takes bases at multiples of 16 bytes, and boxes that begin at multiples of 16 bytes too:
@@ -40,10 +42,13 @@ Operands prepare_operands(const MqaLogitsCall& call, const MqaProblem& p, const 
   if (p.format != Format::fp8)
     return {.q_exponents = packed_exponents(*call.q_scale),
             .kv_scale = {},
-            .kv = rebase_kv(arch, p.format, static_cast<i32>(p.head_dim), call.kv, call.kv_scale)};
+            .kv = rebase_kv(arch, p.format, static_cast<i32>(p.head_dim), call.kv, call.kv_scale),
+            .folded = {}};
   const bool copies = arch.backend == Backend::sm90 && !is_aligned_16(call.kv_scale);
-  return {
-      .q_exponents = {}, .kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale, .kv = {}};
+  return {.q_exponents = {},
+          .kv_scale = copies ? at::clone(call.kv_scale) : call.kv_scale,
+          .kv = {},
+          .folded = {}};
 }
 
 MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const Operands& operands,
@@ -56,6 +61,8 @@ MqaLogitsArgs make_args(const MqaLogitsCall& call, const MqaProblem& p, const Op
       .kv_exponents = nullptr,
       .kv_wide = nullptr,
       .weights = call.weights.const_data_ptr(),
+      .folded = nullptr,
+      .folded_scale = nullptr,
       .kv_start = static_cast<const i32*>(call.kv_start.const_data_ptr()),
       .kv_end = static_cast<const i32*>(call.kv_end.const_data_ptr()),
       .schedule =
@@ -101,6 +108,7 @@ MqaLogitsCase case_of(const MqaLogitsCall& call, const MqaProblem& p) {
            .logits_dtype = mqa::contract_dtype(call.logits_dtype),
            .clean = call.clean,
            .metadata = call.schedule.has_value()},
+          /*folded=*/call.reduction == "folded",
           /*placement=*/std::nullopt};
 }
 
@@ -113,8 +121,9 @@ void run_on_device(const MqaLogitsCall& call, const MqaProblem& p, const MqaLogi
                    const Arch& arch, const at::Tensor& out) {
   const c10::Device device = call.q.device();
   const MqaLogitsSpec spec = choose_mqa_logits_spec(wanted, arch);
-  const Operands operands = prepare_operands(call, p, arch);
-  const MqaLogitsArgs args = make_args(call, p, operands, out);
+  Operands operands = prepare_operands(call, p, arch);
+  MqaLogitsArgs args = make_args(call, p, operands, out);
+  if (spec.is_folded()) operands.folded = fold_queries(arch, spec, call, args);
   const auto buffers = [&] {
     std::vector<emulator::Buffer> all = {emulator::buffer("logits", out, /*writable=*/true)};
     for_each_mqa_input(call, [&](const char* name, const at::Tensor& input) {
@@ -128,11 +137,12 @@ void run_on_device(const MqaLogitsCall& call, const MqaProblem& p, const MqaLogi
     } else {
       all.push_back(emulator::buffer("kv scale", operands.kv_scale));
     }
+    if (spec.is_folded()) all.push_back(emulator::buffer("folded", operands.folded));
     return all;
   };
   const MqaLogitsMaps<MapDescription> maps = mqa_logits_maps(spec, args);
   run_kernel(arch, device, spec, spec.grid(args, usable_sms(device)), args, buffers, maps.q,
-             maps.kv, maps.kv_scale);
+             maps.kv, maps.kv_scale, maps.folded);
 }
 
 }  // namespace

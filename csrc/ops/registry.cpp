@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include "deep_kernels/contract/mqa_logits.h"
+#include "ops/mqa_fold.h"
 #include "ops/mqa_logits.h"
 #include "ops/mqa_rebase.h"
 #include "ops/paged_mqa_logits.h"
@@ -43,11 +44,14 @@ std::vector<BuildReport> prepare_schedule(int64_t num_heads, const Arch& arch) {
 
 std::vector<BuildReport> mqa_prepare(CaseReader& reader, const Arch& arch) {
   const MqaLogitsCase wanted = read_mqa_logits_case(reader);
-  std::vector<BuildReport> reports = {build(arch.target, choose_mqa_logits_spec(wanted, arch))};
+  const MqaLogitsSpec spec = choose_mqa_logits_spec(wanted, arch);
+  std::vector<BuildReport> reports = {build(arch.target, spec)};
   if (wanted.metadata) reports.push_back(prepare_schedule(wanted.num_heads, arch)[0]);
   if (wanted.format != Format::fp8)
     reports.push_back(build(arch.target, MqaRebaseSpec{Backend::sm89, wanted.format,
                                                        static_cast<u8>(wanted.head_dim)}));
+  if (spec.is_folded())
+    reports.push_back(build(arch.target, MqaFoldSpec{Backend::sm89, spec.head_dim, spec.num_heads}));
   return reports;
 }
 
@@ -180,6 +184,7 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   for_each_paged_mqa_logits_spec(arch.backend, add);
   for_each_paged_mqa_schedule_spec(Backend::sm89, add);
   for_each_mqa_rebase_spec(Backend::sm89, add);
+  for_each_mqa_fold_spec(Backend::sm89, add);
   return specs;
 }
 

@@ -15,9 +15,20 @@ inline constexpr i32 kMqaMaxHeads = 128;
 
 // Where the -inf fill of the columns outside the tiles happens.
 enum class Clean : u8 { off, concurrent, deferred };
-// Who cuts the work over the SMs: every block for itself, or get_mqa_logits_metadata beforehand.
+// Who cuts the work over the SMs: every block for itself, or get_mqa_logits_metadata beforehand. MX
+// formats always derive: their kernels came out 6% slower with a schedule (register banks, see
+// benchmarks/notes_mqa.md), which saves less than that.
 enum class Schedule : u8 { derived, metadata };
 
+// How scores become a logit. folded: sum w relu(x) = sum w/2 |x| + (sum w/2 q) . k, where the second
+// part is one more dot product per token, so that a score costs one instruction instead of two; what
+// is truly 0 then comes out as rounding noise.
+enum class Reduction : u8 { exact, folded };
+
+constexpr const char* name_of(Reduction value) {
+  constexpr const char* names[] = {"exact", "folded"};
+  return names[static_cast<u8>(value)];
+}
 constexpr const char* name_of(Clean value) {
   constexpr const char* names[] = {"off", "concurrent", "deferred"};
   return names[static_cast<u8>(value)];
@@ -35,13 +46,15 @@ struct MqaLogitsArgs {
   const float* kv_scale;    // [num_kv] float32, contiguous; sm90: at a multiple of 16 bytes
   const i32* kv_exponents;  // [num_kv] int32 of mqa_rebase; null for fp8
   const i32* kv_wide;       // [ceil(num_kv / 16)] int32 of mqa_rebase; null for fp8
-  const void* weights;      // [num_q, num_heads] weights_dtype, last dimension contiguous
-  const i32* kv_start;      // [num_q] int32: first kv token of the row's window
-  const i32* kv_end;        // [num_q] int32: one past the last
-  const i32* schedule;      // [num_cuts, 2] int32 (block, chunk), any content; null unless metadata
-  void* logits;             // [num_q, width] logits dtype, last dimension contiguous
-  i64 q_token_stride;       // bytes, multiple of 16
-  i64 q_head_stride;        // bytes, multiple of 16
+  const void* weights;    // [num_q, num_heads] weights_dtype, last dimension contiguous
+  const u8* folded;          // [num_q, folded_rows, head_dim] e4m3 of mqa_fold; null unless folded
+  const float* folded_scale; // [num_q] of mqa_fold
+  const i32* kv_start;    // [num_q] int32: first kv token of the row's window
+  const i32* kv_end;      // [num_q] int32: one past the last
+  const i32* schedule;    // [num_cuts, 2] int32 (block, chunk), any content; null unless metadata
+  void* logits;           // [num_q, width] logits dtype, last dimension contiguous
+  i64 q_token_stride;     // bytes, multiple of 16
+  i64 q_head_stride;      // bytes, multiple of 16
   i64 q_exponents_token_stride;  // elements
   i64 q_exponents_head_stride;   // elements
   i64 kv_stride;                 // bytes, multiple of 16
@@ -64,6 +77,7 @@ struct MqaLogitsMaps {
   Map q;         // (bytes, heads, tokens), box (bytes, heads_per_octet, tokens_per_octet)
   Map kv;        // (head_dim, num_kv), box (head_dim, stage_rows)
   Map kv_scale;  // (num_kv), box (stage_rows)
+  Map folded;    // (head_dim, tokens * folded_rows), box (head_dim, 8); unused unless folded
 };
 
 // The part of a row's window that exists: half-open, begin == end when empty.
@@ -207,6 +221,19 @@ constexpr MqaWorkspace mqa_workspace(i32 num_kv, i32 head_dim) {
   return at;
 }
 
+// Folded reduction. sum w/2 q of a token is written as e4m3 digits, each 16 times finer than the one
+// before: four of them hold 16 bits. The digits of a group's tokens fill one octet of columns.
+inline constexpr i32 kMqaDigits = 4;
+inline constexpr i32 kMqaFoldedRows = 8;  // per group
+constexpr i32 mqa_folded_rows_per_token(i32 padded_heads) {
+  return kMqaFoldedRows * padded_heads / kMqaGroupRows;  // 4 at 64 heads; 8, half of them 0, at 128
+}
+// With 32 heads the digits of a group's four tokens need two octets, for which there are no
+// registers; a lane has no shuffle to save there either.
+constexpr bool mqa_can_fold(Backend backend, Format format, i32 padded_heads) {
+  return backend == Backend::sm90 && format == Format::fp8 && padded_heads >= 64;
+}
+
 // What the compiler gets. All members are one byte wide: hashable as bytes, no padding.
 struct MqaLogitsSpec {
   Backend backend;  // sm89 | sm90
@@ -217,6 +244,7 @@ struct MqaLogitsSpec {
   Clean clean;
   Schedule schedule;
   u8 kv_stages;  // ring of kv stages, kv_stage_rows each
+  Reduction reduction;
 
   static constexpr const char* op() { return "mqa_logits"; }
 
@@ -230,6 +258,7 @@ struct MqaLogitsSpec {
     visit("clean", clean);
     visit("schedule", schedule);
     visit("kv_stages", kv_stages);
+    visit("reduction", reduction);
   }
 
   constexpr MqaColumnOrder order() const { return {kMqaGroupRows, num_heads}; }
@@ -252,12 +281,15 @@ struct MqaLogitsSpec {
   }
   constexpr i32 num_threads() const { return backend == Backend::sm90 ? 640 : 256; }
   constexpr bool is_mx() const { return format != Format::fp8; }
-  constexpr i32 query_bytes() const { return kMqaQueryRows * head_dim; }  // as e4m3
+  constexpr bool is_folded() const { return reduction == Reduction::folded; }
+  // Rows of a group in shared memory, columns of an MMA tile: folded ones have an octet more.
+  constexpr i32 group_rows() const { return kMqaGroupRows + (is_folded() ? kMqaFoldedRows : 0); }
+  constexpr i32 query_bytes() const { return kMqaGroups * group_rows() * head_dim; }  // as e4m3
   // As they come: bytes of one row, and of a block's rows.
   constexpr i32 query_row_bytes() const {
     return format == Format::mxfp4 ? head_dim / 2 : head_dim;
   }
-  constexpr i32 query_load_bytes() const { return kMqaQueryRows * query_row_bytes(); }
+  constexpr i32 query_load_bytes() const { return kMqaGroups * group_rows() * query_row_bytes(); }
   constexpr i32 kv_stage_bytes() const { return kv_stage_rows() * head_dim; }
   static constexpr i32 query_slots() { return 2; }  // sm90: query blocks in flight
 
@@ -293,6 +325,9 @@ struct MqaLogitsSpec {
     if (num_heads > kMqaMaxHeads || mqa_padded_heads(num_heads) != num_heads)
       return "num_heads must be 8, 16, 32, 64 or 128";
     if (logits_dtype == DType::float16) return "logits_dtype must be float32 or bfloat16";
+    if (is_folded() && !mqa_can_fold(backend, format, num_heads))
+      return "reduction folded must be for sm90, fp8 and 64 or 128 heads";
+    if (is_mx() && schedule == Schedule::metadata) return "schedule must be derived with MX formats";
     if (kv_stages < 2) return "kv_stages must be at least 2";
     if (smem_bytes() > limits_of(backend).max_smem_bytes) return "shared memory does not fit";
     return nullptr;
@@ -314,15 +349,25 @@ constexpr void for_each_mqa_logits_spec(Backend backend, Visit&& visit) {
   constexpr Clean cleanings[] = {Clean::off, Clean::concurrent, Clean::deferred};
   constexpr Schedule schedules[] = {Schedule::derived, Schedule::metadata};
   constexpr Format formats[] = {Format::fp8, Format::mxfp8, Format::mxfp4};
+  constexpr Reduction reductions[] = {Reduction::exact, Reduction::folded};
   for (Format format : formats)
-    for (i32 head_dim = format == Format::mxfp4 ? 64 : 32; head_dim <= 128; head_dim *= 2)
+    for (i32 head_dim = 32; head_dim <= 128; head_dim *= 2)
       for (i32 num_heads = 8; num_heads <= kMqaMaxHeads; num_heads *= 2)
         for (DType logits : dtypes)
           for (Clean clean : cleanings)
             for (Schedule schedule : schedules)
-              visit(MqaLogitsSpec{backend, format, static_cast<u8>(head_dim),
-                                  static_cast<u8>(num_heads), logits, clean, schedule,
-                                  mqa_kv_stages(backend, head_dim)});
+              for (Reduction reduction : reductions) {
+                const MqaLogitsSpec spec{backend,
+                                         format,
+                                         static_cast<u8>(head_dim),
+                                         static_cast<u8>(num_heads),
+                                         logits,
+                                         clean,
+                                         schedule,
+                                         mqa_kv_stages(backend, head_dim),
+                                         reduction};
+                if (spec.invalid() == nullptr) visit(spec);
+              }
 }
 
 template <class Map = MapDescription>
@@ -350,6 +395,15 @@ constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec, const Mq
                    .rank = 1,
                    .type = MapType::f32_,
                    .swizzle = Swizzle::none};
+  if (!spec.is_folded()) return maps;
+  const i64 num_rows = i64{args.num_q} * mqa_folded_rows_per_token(spec.num_heads);
+  maps.folded = {.base = args.folded,
+                 .dims = {spec.head_dim, num_rows},
+                 .strides = {1, spec.head_dim},
+                 .box = {spec.head_dim, kMqaFoldedRows},
+                 .rank = 2,
+                 .type = MapType::u8_,
+                 .swizzle = swizzle};
   return maps;
 }
 
@@ -406,6 +460,53 @@ constexpr void for_each_mqa_rebase_spec(Backend backend, Visit&& visit) {
       const MqaRebaseSpec spec{backend, format, static_cast<u8>(head_dim)};
       if (spec.invalid() == nullptr) visit(spec);
     }
+}
+
+// The pre-pass of the folded reduction: a warp for every token.
+struct MqaFoldArgs {
+  MqaLogitsArgs logits;  // of the call: queries and weights
+  u8* folded;            // [num_q, folded_rows, head_dim] e4m3
+  float* folded_scale;   // [num_q]
+};
+
+struct MqaFoldSpec {
+  Backend backend;  // sm89: runs on every card
+  u8 head_dim;      // 32 | 64 | 128
+  u8 num_heads;     // 64 | 128; rounded up
+
+  static constexpr const char* op() { return "mqa_fold"; }
+
+  template <class Visit>
+  constexpr void fields(Visit&& visit) const {
+    visit("backend", backend);
+    visit("head_dim", head_dim);
+    visit("num_heads", num_heads);
+  }
+  constexpr i32 folded_rows() const { return mqa_folded_rows_per_token(num_heads); }
+  constexpr i32 num_threads() const { return 256; }
+  constexpr i32 smem_bytes() const { return 0; }
+  constexpr i32 spill_limit_bytes() const { return 0; }
+  constexpr i32 num_wgmma() const { return 0; }
+  constexpr i32 grid(const MqaFoldArgs& args, i32 /*num_sms*/) const {
+    return ceil_div(args.logits.num_q, num_threads() / 32);
+  }
+  constexpr i64 workspace_bytes(const MqaFoldArgs&) const { return 0; }
+  constexpr const char* invalid() const {
+    if (backend != Backend::sm89) return "backend must be sm89";
+    if (head_dim != 32 && head_dim != 64 && head_dim != 128)
+      return "head_dim must be 32, 64 or 128";
+    if (num_heads != 64 && num_heads != 128) return "num_heads must be 64 or 128";
+    return nullptr;
+  }
+  bool operator==(const MqaFoldSpec&) const = default;
+};
+
+template <class Visit>
+constexpr void for_each_mqa_fold_spec(Backend backend, Visit&& visit) {
+  if (backend != Backend::sm89) return;
+  for (i32 head_dim = 32; head_dim <= 128; head_dim *= 2)
+    for (i32 num_heads = 64; num_heads <= kMqaMaxHeads; num_heads *= 2)
+      visit(MqaFoldSpec{backend, static_cast<u8>(head_dim), static_cast<u8>(num_heads)});
 }
 
 // The pre-pass that cuts the work over the SMs, one block of threads.

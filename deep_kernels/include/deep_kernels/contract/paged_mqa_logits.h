@@ -224,7 +224,8 @@ struct PagedMqaLogitsSpec {
     if (kv_stages < 2) return "kv_stages must be at least 2";
     if (math_groups > 4 || math_groups < (backend == Backend::sm90 ? 2 : 1))
       return "math_groups must be from 2 to 4, or 1 on sm89";
-    if (math_groups > kv_stages) return "math_groups must not exceed kv_stages";
+    if (backend == Backend::sm90 && (kv_stages % math_groups != 0 || kv_stages % 2 != 0))
+      return "kv_stages must be a multiple of math_groups and of 2";
     if (smem_bytes() > limits_of(backend).max_smem_bytes) return "shared memory does not fit";
     return nullptr;
   }
@@ -232,20 +233,24 @@ struct PagedMqaLogitsSpec {
   bool operator==(const PagedMqaLogitsSpec&) const = default;
 };
 
-// Bytes in flight decide: deeper rings stream no faster and make the SMs finish further apart
-// (feasibility study for this op on an H200: 8 stages of 64 tokens at 128 bytes are the best of
-// 8, 14 and 23). Smaller rows get as many more stages as keep the bytes.
-constexpr u8 paged_kv_stages(Backend backend, Format format, i32 head_dim) {
-  if (backend == Backend::sm89) return head_dim == 128 ? 2 : 3;
-  const i32 stages = 8 * 128 / paged_row_bytes(format, head_dim);
-  return static_cast<u8>(min_of(stages, 16));
-}
 // One warpgroup needs about 700 clocks for a tile that comes in 500 (same study). MXFP8 needs
 // registers for scores of single blocks, and 128 columns for twice as many.
 constexpr u8 paged_math_groups(Backend backend, Format format, i32 num_heads) {
   if (backend == Backend::sm89) return 1;
   if (format != Format::fp8 && num_heads == 128) return 2;
   return format == Format::mxfp8 ? 3 : 4;
+}
+// Bytes in flight decide: deeper rings stream no faster and make the SMs finish further apart
+// (feasibility study for this op on an H200: 8 stages of 64 tokens at 128 bytes are the best of
+// 8, 14 and 23). Smaller rows get as many more stages as keep the bytes.
+//
+// Every stage belongs to one math group and one kv warp: multiples of both. Copies of different tiles
+// end in any order, so that a group whose tiles came early would otherwise reach a stage before the
+// tile of another group that was there a round ago, and take the parity of that round for its own.
+constexpr u8 paged_kv_stages(Backend backend, Format format, i32 head_dim, i32 math_groups) {
+  if (backend == Backend::sm89) return head_dim == 128 ? 2 : 3;
+  const i32 stages = min_of(8 * 128 / paged_row_bytes(format, head_dim), 16);
+  return static_cast<u8>(math_groups == 3 ? stages / 6 * 6 : stages);
 }
 // How many rows share a tile: as many as a request has, up to 4 or what fits into shared memory,
 // and enough to fill an MMA.
@@ -261,14 +266,15 @@ constexpr u8 paged_unit_rows(Backend backend, i32 padded_heads, i32 next_n, bool
 constexpr PagedMqaLogitsSpec paged_mqa_logits_spec(Backend backend, Format format, i32 head_dim,
                                                    i32 padded_heads, DType logits_dtype,
                                                    i32 unit_rows) {
+  const u8 math_groups = paged_math_groups(backend, format, padded_heads);
   return {backend,
           format,
           static_cast<u8>(head_dim),
           static_cast<u8>(padded_heads),
           logits_dtype,
           static_cast<u8>(unit_rows),
-          paged_kv_stages(backend, format, head_dim),
-          paged_math_groups(backend, format, padded_heads)};
+          paged_kv_stages(backend, format, head_dim, math_groups),
+          math_groups};
 }
 
 // Every legal Spec of a backend, in a fixed order.

@@ -116,7 +116,7 @@ struct Math {
     for (i32 step = 0; step < kSteps; ++step) ptx::mma_m16n8k32_e4m3(x, a[step], b[step]);
     float weight[2];
     ptx::load_shared_f32x2(weight, weights + octet * 8 * sizeof(float));
-    Sum::template add<false, false>(sum, x, weight);
+    Sum::template add<Relu::clamp, false>(sum, x, weight);
   }
 
   // The weights that the fast way takes.

@@ -25,11 +25,13 @@ struct Token {
   i64 origin;  // element of logits where kv token 0 of the row would be
   RowEdge edge;
   float power;  // that the logits of the token owe, see owed_power
+  float folded_scale;
 
   // Bytes before a member. One register with a token's address serves all of them; a pointer to
   // the struct would take two.
   static constexpr u32 kEdgeAt = 8;
   static constexpr u32 kPowerAt = kEdgeAt + sizeof(RowEdge);
+  static constexpr u32 kFoldedScaleAt = kPowerAt + sizeof(float);
 };
 static_assert(sizeof(Token) == 32 && sizeof(RowEdge) == 16);
 
@@ -61,7 +63,7 @@ struct MxSmem<S, false> {};
 template <MqaLogitsSpec S>
 struct Smem {
   static constexpr i32 kSlots = S.query_slots();
-  alignas(1024) u8 query[kSlots][kMqaGroups][kMqaGroupRows * S.head_dim];
+  alignas(1024) u8 query[kSlots][kMqaGroups][S.group_rows() * S.head_dim];
   alignas(1024) u8 kv[S.kv_stages][S.kv_stage_bytes()];
   alignas(128) float weights[kSlots][kMqaGroups][kMqaGroupRows];  // in column order
   alignas(128) float kv_scale[S.kv_stages][S.kv_stage_rows()];
@@ -155,6 +157,9 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
     }
     if (in_block) {
       post_token(unit.token[token], row_origin(args, window, row), row_edge(args, window, row));
+      if constexpr (S.is_folded())
+        ptx::store_shared_f32(ptx::smem_addr(&unit.token[token].folded_scale),
+                              row < args.num_q ? ptx::load_global(args.folded_scale + row) : 0.0f);
       if (token % kPerGroup == 0) {
         ptx::store_shared_i32(ptx::smem_addr(&unit.full_begin[token / kPerGroup]), full_begin);
         ptx::store_shared_i32(ptx::smem_addr(&unit.full_end[token / kPerGroup]), full_end);
@@ -164,12 +169,15 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
   return mqa_span(ptx::reduce_min(lowest), ptx::reduce_max(highest));
 }
 
-// What weights of a column carry for the octets that saturate.
+template <MqaLogitsSpec S>
+inline constexpr Relus kRelus = S.is_folded() ? Relus::fold : Relus::mixed;
+template <MqaLogitsSpec S>
 DK_DEVICE float column_factor(i32 column) {
-  return octet_saturates(column % kMqaGroupRows / 8) ? kSatWeight : 1.0f;
+  return octet_factor(kRelus<S>, column % kMqaGroupRows / 8);
 }
+template <MqaLogitsSpec S>
 DK_DEVICE void store_weight(u32 weights, i32 column, float weight) {
-  ptx::store_shared_f32(weights + 4 * column, weight * column_factor(column));
+  ptx::store_shared_f32(weights + 4 * column, weight * column_factor<S>(column));
 }
 template <MqaLogitsSpec S>
 DK_DEVICE float load_column_weight(const MqaLogitsArgs& args, i32 first_row, i32 column) {
@@ -195,7 +203,7 @@ DK_DEVICE void post_tamed_weights(const MqaLogitsArgs& args, i32 first_row, u32 
   for (i32 column = lane; column < kMqaQueryRows; column += 32) {
     const Token& token = unit.token[S.block_token_of(column)];
     const float power = ptx::load_shared_f32(ptx::smem_addr(&token.power));
-    store_weight(weights, column,
+    store_weight<S>(weights, column,
                  load_column_weight<S>(args, first_row, column) * reciprocal(power));
   }
 }
@@ -215,7 +223,7 @@ DK_DEVICE void post_weights(const MqaLogitsArgs& args, i32 block, u32 weights,
     DK_UNROLL
     for (i32 i = 0; i < 4; ++i) {
       extreme = extreme || is_extreme_weight(weight[i]);
-      store_weight(weights, base + 32 * i, weight[i]);
+      store_weight<S>(weights, base + 32 * i, weight[i]);
     }
   }
   if (ptx::any(extreme)) post_tamed_weights<S>(args, first_row, weights, unit);
@@ -255,9 +263,15 @@ DK_DEVICE void load_queries(const Maps& maps, Smem<S>& smem, i32 slot, i32 block
     const i32 token = block * S.tokens_per_block() +
                       octet / (kMqaGroupRows / 8) * S.tokens_per_group() + S.token_of(column);
     // Packed rows lie at the beginning of their group's place until they are expanded there.
-    const u32 group_at = octet / (kMqaGroupRows / 8) * kMqaGroupRows * S.head_dim;
+    const u32 group_at = octet / (kMqaGroupRows / 8) * S.group_rows() * S.head_dim;
     ptx::tma_load_3d(rows + group_at + column * S.query_row_bytes(), maps.q, filled, 0,
                      S.head_of(column), token);
+  }
+  if constexpr (S.is_folded()) {
+    const i32 group = ptx::lane_index();
+    if (group < kMqaGroups)
+      ptx::tma_load_2d(rows + (group * S.group_rows() + kMqaGroupRows) * S.head_dim, maps.folded,
+                       filled, 0, (block * kMqaGroups + group) * kMqaFoldedRows);
   }
 }
 
@@ -345,6 +359,7 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
     const i32 num_stages = ptx::load_shared_i32(ptx::smem_addr(&unit.num_stages));
     if (num_stages == 0) return;
     i32 row = ptx::load_shared_i32(ptx::smem_addr(&unit.kv_begin));
+    if constexpr (S.is_mx()) ptx::sync_warp();  // all lanes have read the unit before lane 0 goes on
     DK_NO_UNROLL
     for (i32 i = 0; i < num_stages; ++i, row += S.kv_stage_rows(), stages.next()) {
       const u32 filled = ptx::smem_addr(&smem.kv_filled[stages.slot]);
@@ -368,26 +383,22 @@ DK_DEVICE void kv_role(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& sme
 // is held up where neighbouring instructions read the same one of its two banks more than twice. A
 // score's bank is given (the parity of its register), ptxas orders the clamps and the FMAs, and lets
 // the clamps run ahead by a lead of its own: 2 modulo 4 is good, 0 is bad, 10% between them. What
-// tips the lead is when the scales are read; what turns a bad one around is which bank the weights
-// are in. Both are chosen here by counting conflicts in the machine code (scripts/bank_conflicts.py,
-// NVRTC 13.0); measurements in benchmarks/notes_mqa.md.
+// tips the lead is when the scales are read: chosen by counting conflicts in the machine code
+// (scripts/bank_conflicts.py, NVRTC 13.0); measurements in benchmarks/notes_mqa.md.
 enum class ScaleLoad { before, meanwhile, after };  // than the tensor cores work on the tile
 constexpr ScaleLoad scale_load(const MqaLogitsSpec& spec) {
   if (spec.is_mx()) return ScaleLoad::after;
   return spec.num_heads <= 32 ? ScaleLoad::before : ScaleLoad::meanwhile;
 }
-constexpr bool swaps_banks(const MqaLogitsSpec& spec) {
-  return spec.is_mx() && spec.num_heads == 64 && spec.schedule == Schedule::metadata;
-}
 
 template <MqaLogitsSpec S>
 struct Math {
-  using Sum = HeadSum<S.order()>;
+  using Sum = HeadSum<S.order(), kRelus<S>>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
   using Descriptor = tile::KMajorDescriptor<S.head_dim>;
+  using Scores = float[S.group_rows() / 2];
   static constexpr i32 kTiles = S.kv_stage_rows() / kTileRows;
   static constexpr ScaleLoad kScaleLoad = scale_load(S);
-  static constexpr i32 kSwaps = swaps_banks(S);  // `powered` holds the weights of a pair swapped
 
   const MqaLogitsArgs& args;
   Smem<S>& smem;
@@ -398,6 +409,7 @@ struct Math {
   u32 query_low;  // descriptor of the group's query rows
   u32 kv_low;     // descriptor of kv stage 0
   float weight[32];
+  float digit_scale;  // folded: of the lane's first digit column
   // Where kv row tile_row of the coming stage goes. Several tokens leave no registers for several
   // pointers: there they are made anew for every tile.
   static constexpr bool kKeepsPointer = Sum::kSlots == 1;
@@ -413,13 +425,30 @@ struct Math {
     return static_cast<Logit*>(args.logits) + ptx::load_shared_i64(token) + kv_row + tile_row;
   }
   // Starts the scores of one tile: x is valid after a wait.
-  DK_DEVICE void start_score(float (&x)[64], u32 kv) const {
+  DK_DEVICE void start_score(Scores& x, u32 kv) const {
     ptx::wgmma_fence();
     DK_UNROLL
-    for (i32 k = 0; k < S.head_dim / 32; ++k)
-      ptx::wgmma_m64n128k32_e4m3(x, Descriptor::make(kv + 2 * k),
-                                 Descriptor::make(query_low + 2 * k), k > 0);
+    for (i32 k = 0; k < S.head_dim / 32; ++k) {
+      const u64 a = Descriptor::make(kv + 2 * k);
+      const u64 b = Descriptor::make(query_low + 2 * k);
+      if constexpr (S.is_folded())
+        ptx::wgmma_m64n136k32_e4m3(x, a, b, k > 0);
+      else
+        ptx::wgmma_m64n128k32_e4m3(x, a, b, k > 0);
+    }
     ptx::wgmma_commit_group();
+  }
+  // The lane's part of the sums over heads of a token set.
+  template <i32 kSet>
+  DK_DEVICE void sum_heads(float (&sum)[Sum::kSlots][2], const Scores& x) const {
+    Sum::template add_set<kSet>(sum, x, weight);
+    if constexpr (S.is_folded()) {
+      DK_UNROLL
+      for (i32 r = 0; r < 2; ++r) {
+        const float* digit = x + kMqaGroupRows / 2 + 2 * r;
+        sum[0][r] = ptx::fma(ptx::fma(digit[1], 1.0f / 16, digit[0]), digit_scale, sum[0][r]);
+      }
+    }
   }
   // Where the logits of a token go that belong to kv row tile_row of the stage.
   DK_DEVICE Logit* stage_pointer(u32 token, i32 kv_row) const {
@@ -440,12 +469,12 @@ struct Math {
 
   // Sums and stores the token sets of a tile, which lies inside every window, one after the other.
   template <i32 kSet = 0>
-  DK_DEVICE void reduce(const float (&x)[64], const float (&scale)[Sum::kRows], i32 tile,
+  DK_DEVICE void reduce(const Scores& x, const float (&scale)[Sum::kRows], i32 tile,
                         i32 kv_row) const {
     if constexpr (kSet < Sum::kSets) {
       float sum[Sum::kSlots][2];
       float kept[Sum::kSlots][Sum::kRows];
-      Sum::template add_set<kSet>(sum, x, weight);
+      sum_heads<kSet>(sum, x);
       Sum::join(kept, sum);
       DK_UNROLL
       for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
@@ -472,9 +501,9 @@ struct Math {
     return at;
   }
 
-  // The same for a tile that may cross the edges of windows, or holds what the fast way cannot do.
-  // All sets are summed before the first is looked at: then the scores' registers are free.
-  DK_DEVICE void reduce_edge(const float (&x)[64], u32 scales, i32 tile, i32 kv_row) const {
+  // The same for a tile that may cross the edges of windows, or holds what the fast way cannot do. All
+  // sets are summed before the first is looked at: then the scores' registers are free.
+  DK_DEVICE void reduce_edge(const Scores& x, u32 scales, i32 tile, i32 kv_row) const {
     float logit[Sum::kSets][Sum::kSlots][Sum::kRows];
     sum_edge(logit, x, scales, tile);
     DK_UNROLL
@@ -497,11 +526,11 @@ struct Math {
     }
   }
   template <i32 kSet = 0>
-  DK_DEVICE void sum_edge(float (&logit)[Sum::kSets][Sum::kSlots][Sum::kRows], const float (&x)[64],
-                          u32 scales, i32 tile) const {
+  DK_DEVICE void sum_edge(float (&logit)[Sum::kSets][Sum::kSlots][Sum::kRows],
+                          const Scores& x, u32 scales, i32 tile) const {
     if constexpr (kSet < Sum::kSets) {
       float sum[Sum::kSlots][2];
-      Sum::template add_set<kSet>(sum, x, weight);
+      sum_heads<kSet>(sum, x);
       Sum::join(logit[kSet], sum);
       DK_UNROLL
       for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
@@ -524,7 +553,7 @@ struct Math {
   // Scores, head sums and stores of 64 kv rows.
   template <bool kEdge>
   DK_DEVICE void one_tile(i32 tile, u32 kv, u32 scales, i32 kv_row) const {
-    float x[64];
+    Scores x;
     float scale[Sum::kRows];
     if constexpr (!kEdge && kScaleLoad == ScaleLoad::before) load_scales(scale, scales, tile);
     start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
@@ -593,8 +622,8 @@ struct Math {
     }
     ptx::store_shared_i32(exponents, found.exponents(given));
     const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights[slot][group][column]));
-    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[slot][group][column ^ kSwaps]),
-                          powered_weight(weight, found.power()) * column_factor(column));
+    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[slot][group][column]),
+                          powered_weight(weight, found.power()) * column_factor<S>(column));
     ptx::fence_proxy_async();
     ptx::barrier_sync(barrier, kMqaGroupRows);
   }
@@ -615,14 +644,20 @@ struct Math {
     for (i32 octet = 0; octet < 16; ++octet) {
       float pair[2];
       ptx::load_shared_f32x2(pair, weights + 4 * 8 * octet);
-      weight[2 * octet] = pair[kSwaps];
-      weight[2 * octet + 1] = pair[1 - kSwaps];
+      weight[2 * octet] = pair[0];
+      weight[2 * octet + 1] = pair[1];
     }
     if constexpr (S.is_mx()) {  // four lanes hold all columns of the group
       bool is_nan = false;
       DK_UNROLL
       for (i32 i = 0; i < 32; ++i) is_nan = is_nan || weight[i] != weight[i];
       has_exact_token = ptx::any(is_nan);
+    }
+    if constexpr (S.is_folded()) {
+      // Digit columns 2t, 2t + 1 of lane t; behind the last digit stand zeros.
+      const bool is_later = (ptx::lane_index() & 1) != 0;
+      digit_scale = ptx::load_shared_f32(first_token() + Token::kFoldedScaleAt) *
+                    (is_later ? 1.0f / 256 : 1.0f);
     }
     if constexpr (kKeepsPointer) out = row_pointer(first_token(), kv_row);
   }

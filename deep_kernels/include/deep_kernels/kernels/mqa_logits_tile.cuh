@@ -25,7 +25,17 @@ DK_DEVICE void store_logit(u16* address, float value) {
 // H200 in the feasibility study, +3 to 4% against max alone.
 inline constexpr float kSatScore = 0x1p-25f;
 inline constexpr float kSatWeight = 0x1p25f;
-constexpr bool octet_saturates(i32 octet) { return octet % 3 == 0; }
+enum class Relu { clamp, saturate, fold };  // fold: the magnitude, see Reduction
+enum class Relus { clamp, mixed, fold };    // of all octets
+constexpr Relu relu_of(Relus relus, i32 octet) {
+  if (relus == Relus::fold) return Relu::fold;
+  return relus == Relus::mixed && octet % 3 == 0 ? Relu::saturate : Relu::clamp;
+}
+// What the weights of an octet's columns carry for it.
+constexpr float octet_factor(Relus relus, i32 octet) {
+  const Relu relu = relu_of(relus, octet);
+  return relu == Relu::clamp ? 1.0f : relu == Relu::fold ? 0.5f : kSatWeight;
+}
 
 // Args, here and below: MqaLogitsArgs or PagedMqaLogitsArgs.
 template <class Args>
@@ -62,15 +72,19 @@ DK_DEVICE bool is_extreme(i32 exponent) {
 }
 // Whether a weight calls for a look at its whole token.
 DK_DEVICE bool is_extreme_weight(float weight) { return is_extreme(exponent_of(weight)); }
+// For a token whose greatest weight has this exponent.
+DK_DEVICE float power_of(i32 greatest) {
+  if (!is_extreme(greatest)) return 1.0f;
+  // Up to 126 either way: there the reciprocal is a normal number too.
+  return ptx::float_of(static_cast<u32>(clamp_to(greatest, -126, 126) + 127) << 23);
+}
 template <class Args>
 DK_DEVICE float owed_power(const Args& args, i32 row) {
   i32 greatest = kNoExponent;
   DK_NO_UNROLL
   for (i32 head = 0; head < args.num_heads; ++head)
     greatest = max_of(greatest, exponent_of(load_weight(args, row, head)));
-  if (!is_extreme(greatest)) return 1.0f;
-  // Up to 126 either way: there the reciprocal is a normal number too.
-  return ptx::float_of(static_cast<u32>(clamp_to(greatest, -126, 126) + 127) << 23);
+  return power_of(greatest);
 }
 DK_DEVICE float reciprocal(float power) {
   return ptx::float_of((254u << 23) - ptx::bits_of(power));
@@ -99,9 +113,8 @@ DK_DEVICE i32 load_kv_exponents(const MqaLogitsArgs& args, i32 row) {
   return row < args.num_kv ? ptx::load_global(args.kv_exponents + row) : 0;
 }
 
-// How the four lanes that share a kv row split and join the heads of their tokens. kMaySaturate: of
-// every third octet the weights carry kSatWeight.
-template <MqaColumnOrder O, bool kMaySaturate = true>
+// How the four lanes that share a kv row split and join the heads of their tokens.
+template <MqaColumnOrder O, Relus kRelus = Relus::clamp>
 struct HeadSum {
   static constexpr i32 kOctets = O.num_columns / 8;
   // A token set is what consecutive octets share: all tokens of the tile, or half of them at 8
@@ -125,9 +138,9 @@ struct HeadSum {
   // Where four lanes share a token two of them end up with the same sum; one of them stores it.
   static DK_DEVICE bool stores() { return kLanes < 4 || ptx::lane_index() % 4 < 2; }
 
-  // sum[slot][r] += weights times relu of one octet's four scores x[2r + e]. With kFirst it begins
-  // the sum.
-  template <bool kSaturates, bool kFirst>
+  // sum[slot][r] += weights times relu of one octet's four scores x[2r + e], or times their
+  // magnitude. With kFirst it begins the sum.
+  template <Relu kRelu, bool kFirst>
   static DK_DEVICE void add(float (&sum)[kSlots][2], const float* x, const float* weight) {
     DK_UNROLL
     for (i32 e = 0; e < 2; ++e) {
@@ -135,20 +148,21 @@ struct HeadSum {
       for (i32 r = 0; r < 2; ++r) {
         float& total = sum[kSlots == 1 ? 0 : e][r];
         const float score = x[2 * r + e];
-        const float positive = kSaturates ? ptx::mul_sat(score, kSatScore) : ptx::max(score, 0.0f);
+        const float part = kRelu == Relu::saturate ? ptx::mul_sat(score, kSatScore)
+                           : kRelu == Relu::clamp  ? ptx::max(score, 0.0f)
+                                                   : ptx::abs(score);
         const bool begins = kFirst && (kSlots > 1 || e == 0);
-        total = begins ? positive * weight[e] : ptx::fma(positive, weight[e], total);
+        total = begins ? part * weight[e] : ptx::fma(part, weight[e], total);
       }
     }
   }
   // All octets of a token set.
   template <i32 kSet, i32 kOctet = kSet * O.octets_per_token_set()>
-  static DK_DEVICE void add_set(float (&sum)[kSlots][2], const float (&x)[4 * kOctets],
+  static DK_DEVICE void add_set(float (&sum)[kSlots][2], const float* x,
                                 const float (&weight)[2 * kOctets]) {
     if constexpr (kOctet < (kSet + 1) * O.octets_per_token_set()) {
       constexpr bool kFirst = kOctet % O.octets_per_token_set() == 0;
-      add<kMaySaturate && octet_saturates(kOctet), kFirst>(sum, x + 4 * kOctet,
-                                                           weight + 2 * kOctet);
+      add<relu_of(kRelus, kOctet), kFirst>(sum, x + 4 * kOctet, weight + 2 * kOctet);
       add_set<kSet, kOctet + 1>(sum, x, weight);
     }
   }

@@ -147,7 +147,7 @@ struct Math {
     }
     float weight[2];
     ptx::load_shared_f32x2(weight, fast_weights(8 * octet + 2 * (ptx::lane_index() % 4)));
-    Sum::template add<false, false>(sum, x, weight);
+    Sum::template add<Relu::clamp, false>(sum, x, weight);
   }
 
   // Logits of one pass of query columns, scaled.

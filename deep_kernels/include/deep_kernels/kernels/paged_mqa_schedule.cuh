@@ -214,13 +214,31 @@ DK_DEVICE void paged_mqa_schedule(const PagedMqaScheduleArgs& args) {
   for (i32 i = ptx::thread_index(); i <= args.num_sms; i += S.num_threads()) {
     if (cuts(i) >= scan.total) write(i, {args.num_requests, 0});
   }
+  // The first cut at or behind a position.
+  const auto first_cut = [&](u32 position) {
+    const u64 scaled = u64{position} * static_cast<u32>(args.num_sms) + scan.total - 1;
+    return scan.total > 0 ? static_cast<i32>(scaled / scan.total) : 0;
+  };
   scan.for_each_request([&](i32 request, i32 num_tiles, u32 begin, u32 end) {
-    if (begin == end) return;
-    // The first cut at or behind `begin`, then those in the request.
-    const u64 scaled = u64{begin} * static_cast<u32>(args.num_sms) + scan.total - 1;
+    // A cut per lane, however many of them a request has: looked up among the lanes' requests.
+    const i32 first = first_cut(static_cast<u32>(ptx::shuffle(static_cast<i32>(begin), 0)));
+    const i32 last = min_of(
+        first_cut(static_cast<u32>(ptx::shuffle(static_cast<i32>(end), 31))), args.num_sms);
     DK_NO_UNROLL
-    for (i32 i = static_cast<i32>(scaled / scan.total); i < args.num_sms && cuts(i) < end; ++i)
-      write(i, paged_cut_in_request(request, cuts(i) - begin, num_tiles));
+    for (i32 base = first; base < last; base += 32) {
+      const i32 i = base + ptx::lane_index();
+      const u32 position = cuts(min_of(i, last - 1));
+      i32 lane = 0;  // the first one whose request ends behind the position
+      DK_UNROLL
+      for (i32 step = 16; step > 0; step /= 2)
+        if (static_cast<u32>(ptx::shuffle(static_cast<i32>(end), lane + step - 1)) <= position)
+          lane += step;
+      const PagedCut cut = paged_cut_in_request(
+          ptx::shuffle(request, lane),
+          position - static_cast<u32>(ptx::shuffle(static_cast<i32>(begin), lane)),
+          ptx::shuffle(num_tiles, lane));
+      if (i < last) write(i, cut);
+    }
   });
 }
 

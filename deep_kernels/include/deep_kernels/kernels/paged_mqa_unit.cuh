@@ -142,7 +142,7 @@ using PagedWideSum =
 // A lane's logits of one row and of kv tokens `column` and 8 further; `token` is the row's address.
 template <PagedMqaLogitsSpec S>
 struct LaneLogits {
-  using Sum = HeadSum<S.order(), /*kMaySaturate=*/false>;
+  using Sum = HeadSum<S.order()>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
 
   // -inf behind the row's length: what lies there may be anything.

@@ -118,6 +118,8 @@ DK_DEVICE u32 bytes_to_aligned(const void* address, u32 unit) {
 DK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // max(a, b) where a NaN loses against a number.
 DK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
+// Often no instruction of its own: a sign that the one that reads it leaves out.
+DK_DEVICE float abs(float a) { return fabsf(a); }
 // a * b clamped to [0, 1]; NaN gives 0.
 DK_DEVICE float mul_sat(float a, float b) {
   float value;
@@ -157,6 +159,11 @@ DK_DEVICE u16 e4m3x2_of_f16x2(u32 pair) {
   asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(value) : "r"(pair));
   return value;
 }
+DK_DEVICE u16 e4m3x2_of_f32x2(float low, float high) {
+  u16 value;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(value) : "f"(high), "f"(low));
+  return value;
+}
 DK_DEVICE u32 mul_f16x2(u32 a, u32 b) {
   u32 value;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(value) : "r"(a), "r"(b));
@@ -176,6 +183,7 @@ DK_DEVICE i32 shuffle_xor(i32 value, i32 mask) { return __shfl_xor_sync(0xffffff
 DK_DEVICE i64 shuffle_xor(i64 value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 // The value of the lane `delta` below; lanes under delta keep their own.
 DK_DEVICE i32 shuffle_up(i32 value, i32 delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
+DK_DEVICE float shuffle(float value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DK_DEVICE i32 shuffle(i32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 DK_DEVICE i32 reduce_min(i32 value) { return __reduce_min_sync(0xffffffffu, value); }

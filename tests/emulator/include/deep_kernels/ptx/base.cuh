@@ -140,6 +140,10 @@ inline float max(float a, float b, At at = At::current()) {
   emulator::identity.time += emulator::kAluCycles;
   return emulator::numeric::max(a, b);
 }
+inline float abs(float a, At at = At::current()) {
+  emulator::check_poison(a, at);
+  return std::fabs(a);
+}
 inline float mul_sat(float a, float b, At at = At::current()) {
   emulator::check_poison(a, at);
   emulator::check_poison(b, at);
@@ -165,6 +169,11 @@ inline u16 e4m3x2_of_f16x2(u32 pair) {
     return emulator::numeric::e4m3_of(emulator::numeric::float_of_f16(static_cast<u16>(bits)));
   };
   return static_cast<u16>(half(pair & 0xffffu) | half(pair >> 16) << 8);
+}
+inline u16 e4m3x2_of_f32x2(float low, float high, At at = At::current()) {
+  emulator::check_poison(low, at);
+  emulator::check_poison(high, at);
+  return static_cast<u16>(emulator::numeric::e4m3_of(low) | emulator::numeric::e4m3_of(high) << 8);
 }
 inline u32 mul_f16x2(u32 a, u32 b) {
   return emulator::numeric::f16_of(float_of_f16(static_cast<u16>(a)) *
@@ -199,6 +208,11 @@ inline i64 shuffle_xor(i64 value, i32 mask, At at = At::current()) {
 }
 inline i32 shuffle_up(i32 value, i32 delta, At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::shuffle_up, static_cast<u32>(value), delta, at));
+}
+inline float shuffle(float value, i32 lane, At at = At::current()) {
+  emulator::check_poison(value, at);
+  return float_of(
+      static_cast<u32>(emulator::meet(Meeting::shuffle, std::bit_cast<u32>(value), lane, at)));
 }
 inline i32 shuffle(i32 value, i32 lane, At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::shuffle, static_cast<u32>(value), lane, at));

@@ -103,6 +103,15 @@ inline void wgmma_m64n64k32_e4m3(float (&d)[32], u64 a, u64 b, bool accumulate,
                                  At at = At::current()) {
   emulator::wgmma_e4m3(d, a, b, 64, accumulate, at);
 }
+template <i32 kPending>
+void wgmma_wait_group(float (&d)[68], At at = At::current()) {
+  emulator::wgmma_wait_group(kPending, at);
+  emulator::wgmma_ready(d, 68, at);
+}
+inline void wgmma_m64n136k32_e4m3(float (&d)[68], u64 a, u64 b, bool accumulate,
+                                  At at = At::current()) {
+  emulator::wgmma_e4m3(d, a, b, 136, accumulate, at);
+}
 inline void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumulate,
                                   At at = At::current()) {
   emulator::wgmma_e4m3(d, a, b, 128, accumulate, at);
