@@ -65,10 +65,10 @@ PAGED_FAULTS = [
     _fault(
         "query rows rebased before they are there", KERNEL,
         "    ptx::mbarrier_wait(loaded, slots.parity ^ 1u);  // as whoever drains the slot\n", "",
-        "pending-async uninitialized race", ("scheduler", "tma_load_4d"), _MXFP8,
+        "pending-async uninitialized race", ("tma_load_4d",), _MXFP8,
     ),
     _fault(
-        "no proxy fence behind rebased rows", KERNEL, "  ptx::fence_proxy_async();\n", "",
+        "no proxy fence behind rebased rows", MATH, "    ptx::fence_proxy_async();\n", "",
         "proxy-fence", ("wgmma",), _MXFP8,
     ),
     _fault(
@@ -76,9 +76,9 @@ PAGED_FAULTS = [
         "proxy-fence", ("mbarrier",),
     ),
     _fault(
-        "packed rows overwritten before all lanes have read them", KERNEL,
-        "    codes.rebase(row.shift(mx_exponent(given, block)));\n    ptx::sync_warp();\n",
-        "    codes.rebase(row.shift(mx_exponent(given, block)));\n", "race", ("nothing orders",), _MXFP4,
+        "packed rows overwritten before all warps have read them", MATH,
+        "      ptx::barrier_sync(kBarrier, kThreads);\n      if (task < kTasks) block.store",
+        "      if (task < kTasks) block.store", "race", ("nothing orders",), _MXFP4,
     ),
     # --- places that are wrong
     _fault(
@@ -99,7 +99,7 @@ PAGED_FAULTS = [
     ),
     _fault(
         "words of packed rows half as far apart", UNIT,
-        "rows + chunk + 4 * (lane % 4)", "rows + chunk + 2 * (lane % 4)",
+        "block) + 4 * (lane % 4)", "block) + 2 * (lane % 4)",
         "alignment", ("multiple of 4",), _MXFP4,
     ),
     _fault(

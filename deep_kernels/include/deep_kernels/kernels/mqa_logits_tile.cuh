@@ -26,10 +26,11 @@ DK_DEVICE void store_logit(u16* address, float value) {
 inline constexpr float kSatScore = 0x1p-25f;
 inline constexpr float kSatWeight = 0x1p25f;
 enum class Relu { clamp, saturate, fold };  // fold: the magnitude, see Reduction
-enum class Relus { clamp, mixed, fold };    // of all octets
+enum class Relus { clamp, saturate, mixed, fold };  // of all octets
 constexpr Relu relu_of(Relus relus, i32 octet) {
   if (relus == Relus::fold) return Relu::fold;
-  return relus == Relus::mixed && octet % 3 == 0 ? Relu::saturate : Relu::clamp;
+  if (relus == Relus::mixed) return octet % 3 == 0 ? Relu::saturate : Relu::clamp;
+  return relus == Relus::saturate ? Relu::saturate : Relu::clamp;
 }
 // What the weights of an octet's columns carry for it.
 constexpr float octet_factor(Relus relus, i32 octet) {

@@ -91,7 +91,7 @@ DK_DEVICE void post_weights(const PagedMqaLogitsArgs& args, const Work& work, u3
   if (ptx::any(extreme)) post_tamed_weights<S>(args, work, weights, unit);
 }
 
-// MX: the weights as they are and the exponents of the rows, to be joined once the rows are there.
+// MX: the weights as they are and the exponents of the rows, to be joined with the rows.
 template <PagedMqaLogitsSpec S>
 DK_DEVICE void post_mx_columns(const PagedMqaLogitsArgs& args, const Work& work, u32 weights,
                                u32 exponents) {
@@ -114,42 +114,16 @@ DK_DEVICE void post_mx_columns(const PagedMqaLogitsArgs& args, const Work& work,
   ptx::sync_warp();
 }
 
-// MX: query rows as they came become e4m3 codes with one exponent per row, a lane for every block
-// of 32 elements. Packed rows lie in the upper half of the codes' place: those of a step are read
-// before its codes overwrite them and rows above. Converged.
+// MX: query rows as they came become e4m3 codes. Those of a step are read before its codes overwrite
+// them and rows above. Converged.
 template <PagedMqaLogitsSpec S>
 DK_DEVICE void rebase_queries(Smem<S>& smem, i32 slot) {
-  constexpr i32 kBlocks = S.head_dim / kMxBlock;
-  constexpr i32 kChunks = mx_block_bytes(S.format) / 16;
-  const u32 codes_at = ptx::smem_addr(&smem.query[slot][0]);
-  const u32 packed_at = codes_at + S.query_bytes() - S.query_load_bytes();
-  const i32 block = ptx::lane_index() % kBlocks;
   DK_NO_UNROLL
-  for (i32 column = ptx::lane_index() / kBlocks; column < S.unit_columns();
-       column += 32 / kBlocks) {
-    const u32 exponents = ptx::smem_addr(&smem.mx.query_exponents[slot][column]);
-    const i32 given = ptx::load_shared_i32(exponents);
-    MxCodes<S.format> codes;
-    codes.load([&](u32(&bytes)[4], i32 offset) {
-      ptx::load_shared_x4(bytes, packed_at + tile::swizzled_offset<S.row_bytes()>(
-                                                 column, block * kChunks + offset / 16));
-    });
-    MxRow<S.format> row;
-    row.add(mx_exponent(given, block), codes.is_zero());
-    row.template join<kBlocks>();
-    codes.rebase(row.shift(mx_exponent(given, block)));
+  for (i32 task = ptx::lane_index(); task < QueryBlock<S>::kTasks; task += 32) {
+    QueryBlock<S> block(task);
+    block.load(smem, slot);
     ptx::sync_warp();
-    DK_UNROLL
-    for (i32 half = 0; half < 2; ++half) {
-      const u32* word = codes.word + 4 * half;
-      ptx::store_shared_x4(codes_at + tile::swizzled_offset<S.head_dim>(column, 2 * block + half),
-                           word[0], word[1], word[2], word[3]);
-    }
-    if (block != 0) continue;
-    ptx::store_shared_i32(exponents, row.exponents(given));
-    const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights[slot][column]));
-    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[slot][column]),
-                          powered_weight(weight, row.power()));
+    block.store(smem, slot);
   }
   ptx::fence_proxy_async();
 }
@@ -165,26 +139,25 @@ DK_DEVICE void prefetch_table(const PagedMqaLogitsArgs& args, const Work& work) 
 
 template <PagedMqaLogitsSpec S, class Maps>
 DK_DEVICE void fill_unit(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem,
-                         const Work& work, tile::Ring<S.query_slots()> slots) {
+                         const Work& work, tile::Ring<S.query_slots()> slots, bool is_first) {
   auto& unit = smem.unit[slots.slot];
   const u32 filled = ptx::smem_addr(&smem.query_filled[slots.slot]);
-  const u32 queries = ptx::smem_addr(&smem.query[slots.slot][0]);
-  const u32 weights = ptx::smem_addr(&smem.weights[slots.slot][0]);
   prefetch_table(args, work);
   ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
   post_unit(args, work, unit, ptx::smem_addr(&smem.unit_posted[slots.slot]));
   if constexpr (S.is_mx()) {
     const u32 loaded = ptx::smem_addr(&smem.mx.query_loaded[slots.slot]);
-    load_queries<S>(args, maps, work, queries + S.query_bytes() - S.query_load_bytes(), loaded);
+    load_queries<S>(args, maps, work, QueryBlock<S>::packed_rows(smem, slots.slot), loaded);
     post_tokens<S>(args, work, unit);
-    post_mx_columns<S>(args, work, weights,
+    post_mx_columns<S>(args, work, ptx::smem_addr(&smem.weights[slots.slot][0]),
                        ptx::smem_addr(&smem.mx.query_exponents[slots.slot][0]));
     ptx::mbarrier_wait(loaded, slots.parity ^ 1u);  // as whoever drains the slot
-    rebase_queries<S>(smem, slots.slot);
+    if (ptx::lane_index() == 0) ptx::store_shared_i32(ptx::smem_addr(&unit.is_raw), is_first);
+    if (!is_first) rebase_queries<S>(smem, slots.slot);
   } else {
-    load_queries<S>(args, maps, work, queries, filled);
+    load_queries<S>(args, maps, work, ptx::smem_addr(&smem.query[slots.slot][0]), filled);
     post_tokens<S>(args, work, unit);
-    post_weights<S>(args, work, weights, unit);
+    post_weights<S>(args, work, ptx::smem_addr(&smem.weights[slots.slot][0]), unit);
   }
   ptx::mbarrier_arrive(filled);  // every lane for what it wrote
 }
@@ -192,6 +165,7 @@ DK_DEVICE void fill_unit(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<
 template <PagedMqaLogitsSpec S, class Maps>
 DK_DEVICE void scheduler_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>& smem) {
   auto slots = tile::Ring<S.query_slots()>::filler();
+  bool is_first = kRebasesFirst<S>;
   i32 request = stored_cut(smem.run, 0).request;
   i32 end = stored_cut(smem.run, 1).request;
   if (stored_cut(smem.run, 1).tile > 0) end = min_of(end + 1, args.num_requests);
@@ -203,8 +177,11 @@ DK_DEVICE void scheduler_role(const PagedMqaLogitsArgs& args, const Maps& maps, 
                                       paged_num_tiles(rows.longest));
     if (tiles.begin >= tiles.end) continue;
     DK_NO_UNROLL
-    for (i32 row = 0; row < rows.count; row += S.unit_rows, slots.next())
-      fill_unit<S>(args, maps, smem, {request, row, rows.count - row, rows.longest, tiles}, slots);
+    for (i32 row = 0; row < rows.count; row += S.unit_rows, slots.next()) {
+      fill_unit<S>(args, maps, smem, {request, row, rows.count - row, rows.longest, tiles}, slots,
+                   is_first);
+      is_first = false;
+    }
   }
   ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
   if (ptx::lane_index() == 0) {

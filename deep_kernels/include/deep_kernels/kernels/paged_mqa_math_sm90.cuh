@@ -73,6 +73,9 @@ struct Math {
   i32 slot;       // of the unit
   u32 kv_low;     // descriptor of kv stage 0
   u32 query_low;  // descriptor of the unit's queries
+  // MXFP4: where the lane's words of row lane / 4 lie in a stage, kept where registers allow.
+  static constexpr bool kKeepsWords = S.format == Format::mxfp4 && S.num_passes() == 1;
+  u32 word_at[kBlocks];
   u32 tokens;     // address of the lane's Token, those of further passes behind it
   float weight[kColumns / 4];
   tile::Ring<S.kv_stages> stages;
@@ -148,7 +151,7 @@ struct Math {
       for (i32 r = 0; r < 2; ++r) {
         u32 positive[2];
         u32 negative[2];
-        rows[r].expand(positive, negative, tile_rows().word(r, block), block);
+        rows[r].expand(positive, negative, word(r, block), block);
         DK_UNROLL
         for (i32 half = 0; half < 2; ++half) {
           plus[block][2 * half + r] = positive[half];
@@ -166,6 +169,12 @@ struct Math {
     ptx::wgmma_commit_group();
     keep(scale, rows[0].scale(), rows[1].scale());
     ptx::wgmma_wait_group<0>(x);
+  }
+  DK_DEVICE u32 word(i32 r, i32 block) const {
+    if constexpr (!kKeepsWords) return tile_rows().word(r, block);
+    const u32 stage = ptx::smem_addr(&smem.kv[0][0]) + stages.slot * S.kv_stage_bytes();
+    return static_cast<u32>(
+        ptx::load_shared_i32(stage + word_at[block] + 8 * r * S.row_bytes()));
   }
   // Of two values for rows lane / 4 and 8 further those of the rows that the lane keeps.
   static DK_DEVICE void keep(float (&kept)[Sum::kRows], float first, float second) {
@@ -249,6 +258,23 @@ struct Math {
     else
       return ptx::smem_addr(&smem.weights[slot][column]);
   }
+  // MX: the query rows of the first unit, by all math warps.
+  DK_DEVICE void rebase_queries() const {
+    constexpr i32 kThreads = 128 * S.math_groups;
+    constexpr u32 kBarrier = static_cast<u32>(Barrier::queries_rebased);
+    constexpr i32 kTasks = QueryBlock<S>::kTasks;
+    DK_NO_UNROLL
+    for (i32 first = 0; first < kTasks; first += kThreads) {
+      // Whole warps, in order: codes lie over packed rows that have been read.
+      const i32 task = first + ptx::thread_index();
+      QueryBlock<S> block(task);
+      if (task < kTasks) block.load(smem, slot);
+      ptx::barrier_sync(kBarrier, kThreads);
+      if (task < kTasks) block.store(smem, slot);
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(kBarrier, kThreads);
+  }
   DK_DEVICE void open_unit() {
     query_low = Descriptor::low(ptx::smem_addr(&smem.query[slot][0]));
     tokens = ptx::smem_addr(&smem.unit[slot].token[Sum::first_token()]);
@@ -258,6 +284,11 @@ struct Math {
   DK_DEVICE void run() {
     kv_low = Descriptor::low(ptx::smem_addr(&smem.kv[0][0]));
     warp_row = ptx::warp_index() % 4 * 16;
+    if constexpr (kKeepsWords) {
+      DK_UNROLL
+      for (i32 block = 0; block < kBlocks; ++block)
+        word_at[block] = TileRows<S>{static_cast<u32>(warp_row * S.row_bytes())}.word_at(block);
+    }
     stages = tile::Ring<S.kv_stages>::drainer(group);
     auto units = tile::Ring<S.query_slots()>::drainer();
     i32 next = group;  // the next tile of this group, counted from the unit's first
@@ -269,6 +300,8 @@ struct Math {
       if (num_tiles == 0) return;
       const i32 first_tile = ptx::load_shared_i32(ptx::smem_addr(&unit.first_tile));
       slot = units.slot;
+      if constexpr (kRebasesFirst<S>)
+        if (ptx::load_shared_i32(ptx::smem_addr(&unit.is_raw)) != 0) rebase_queries();
       open_unit();
       DK_NO_UNROLL
       for (; next < num_tiles; next += S.math_groups, stages.advance(S.math_groups))

@@ -13,6 +13,13 @@
 
 namespace deep_kernels::paged {
 
+// The kernel for MXFP4 on sm90 has more to do on the ALU pipe than memory gives it time for: there
+// every octet clamps on the FMA pipe.
+template <PagedMqaLogitsSpec S>
+inline constexpr Relus kRelus = S.backend == Backend::sm90 && S.format == Format::mxfp4
+                                    ? Relus::saturate
+                                    : Relus::clamp;
+
 // --- units ---------------------------------------------------------------------------------------
 
 // Rows of a request that are computed together, and the tiles of it that this block takes.
@@ -66,17 +73,36 @@ DK_DEVICE float load_column_weight(const PagedMqaLogitsArgs& args, const Work& w
   return load_weight(args, first_row(args, work) + S.token_of(column), S.head_of(column));
 }
 
+// The query row of a column.
+struct QueryIndex {
+  i64 request;
+  i64 row;
+  i64 head;
+  bool exists;
+};
+template <PagedMqaLogitsSpec S>
+DK_DEVICE QueryIndex query_index(const PagedMqaLogitsArgs& args, const Work& work, i32 column) {
+  const i32 token = S.token_of(column);
+  const i32 head = S.head_of(column);
+  const bool by_request = args.indices != nullptr;
+  return {by_request ? work.request + token : work.request, by_request ? 0 : work.row + token, head,
+          token < work.num_rows && head < args.num_heads};
+}
+// Null for rows and heads that are not there.
+template <PagedMqaLogitsSpec S>
+DK_DEVICE const u8* query_row(const PagedMqaLogitsArgs& args, const Work& work, i32 column) {
+  const QueryIndex at = query_index<S>(args, work, column);
+  if (!at.exists) return nullptr;
+  return args.q + at.request * args.q_request_stride + at.row * args.q_row_stride +
+         at.head * args.q_head_stride;
+}
 // 1.0 for rows and heads that are not there, whose codes are zeros.
 template <PagedMqaLogitsSpec S>
 DK_DEVICE i32 load_column_exponents(const PagedMqaLogitsArgs& args, const Work& work, i32 column) {
-  const i32 token = S.token_of(column);
-  const i32 head = S.head_of(column);
-  if (token >= work.num_rows || head >= args.num_heads) return mx_shared_exponent(kMxBias);
-  const bool by_request = args.indices != nullptr;
-  const i64 request = by_request ? work.request + token : work.request;
-  const i64 row = by_request ? 0 : work.row + token;
-  return ptx::load_global(args.q_scale + request * args.q_scale_request_stride +
-                          row * args.q_scale_row_stride + head * args.q_scale_head_stride);
+  const QueryIndex at = query_index<S>(args, work, column);
+  if (!at.exists) return mx_shared_exponent(kMxBias);
+  return ptx::load_global(args.q_scale + at.request * args.q_scale_request_stride +
+                          at.row * args.q_scale_row_stride + at.head * args.q_scale_head_stride);
 }
 
 // --- kv rows -------------------------------------------------------------------------------------
@@ -111,11 +137,13 @@ template <PagedMqaLogitsSpec S>
 struct TileRows {
   u32 rows;
 
-  // MXFP4: word of row lane / 4 + 8 r.
-  DK_DEVICE u32 word(i32 r, i32 block) const {
+  // MXFP4: address of the lane's word of row lane / 4; row 8 further lies 8 rows behind.
+  DK_DEVICE u32 word_at(i32 block) const {
     const i32 lane = ptx::lane_index();
-    const u32 chunk = tile::swizzled_offset<S.row_bytes()>(lane / 4, block) + 8 * r * S.row_bytes();
-    return static_cast<u32>(ptx::load_shared_i32(rows + chunk + 4 * (lane % 4)));
+    return rows + tile::swizzled_offset<S.row_bytes()>(lane / 4, block) + 4 * (lane % 4);
+  }
+  DK_DEVICE u32 word(i32 r, i32 block) const {
+    return static_cast<u32>(ptx::load_shared_i32(word_at(block) + 8 * r * S.row_bytes()));
   }
   DK_DEVICE void load(u32 (&a)[4], i32 block) const {
     if constexpr (S.format == Format::mxfp4) {
@@ -142,7 +170,7 @@ using PagedWideSum =
 // A lane's logits of one row and of kv tokens `column` and 8 further; `token` is the row's address.
 template <PagedMqaLogitsSpec S>
 struct LaneLogits {
-  using Sum = HeadSum<S.order()>;
+  using Sum = HeadSum<S.order(), kRelus<S>>;
   using Logit = typename LogitStorage<S.logits_dtype>::Type;
 
   // -inf behind the row's length: what lies there may be anything.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "deep_kernels/contract/paged_mqa_logits.h"
+#include "deep_kernels/kernels/mqa_mx.cuh"
 #include "deep_kernels/kernels/paged_mqa_schedule.cuh"
 #include "deep_kernels/kernels/paged_mqa_unit.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
@@ -17,6 +18,7 @@ struct Unit {
   i32 first_tile;  // of the request
   i32 num_tiles;   // 0: no more units
   i32 longest;     // kv tokens that the request's rows see: of pages behind them nothing is known
+  i32 is_raw;      // MX: the math warps rebase the query rows
   Token token[kRows];
 };
 
@@ -50,10 +52,69 @@ struct Smem {
   u64 kv_drained[S.kv_stages];         // 4 warps of that group -> kv warp
 };
 
+// Query rows of a block's first unit are rebased by the math warps, which have nothing else to do,
+// those of later ones ahead by the scheduler. Several passes leave no registers for it.
+template <PagedMqaLogitsSpec S>
+inline constexpr bool kRebasesFirst = S.is_mx() && S.num_passes() == 1;
+
+// MX: one block of 32 elements of a query row on its way to a row of e4m3 codes with one exponent,
+// which goes into the weights. Packed rows lie in the upper half of the codes' place.
+template <PagedMqaLogitsSpec S>
+struct QueryBlock {
+  static constexpr i32 kBlocks = S.head_dim / kMxBlock;
+  static constexpr i32 kChunks = mx_block_bytes(S.format) / 16;
+  static constexpr i32 kTasks = S.unit_columns() * kBlocks;  // those of a row side by side
+
+  i32 column;
+  i32 block;
+  i32 given;  // exponents of the row
+  MxCodes<S.format> codes;
+
+  DK_DEVICE explicit QueryBlock(i32 task) : column(task / kBlocks), block(task % kBlocks) {}
+
+  static DK_DEVICE u32 packed_rows(const Smem<S>& smem, i32 slot) {
+    return ptx::smem_addr(&smem.query[slot][0]) + S.query_bytes() - S.query_load_bytes();
+  }
+  DK_DEVICE void load(const Smem<S>& smem, i32 slot) {
+    given = ptx::load_shared_i32(ptx::smem_addr(&smem.mx.query_exponents[slot][column]));
+    const u32 rows = packed_rows(smem, slot);
+    codes.load([&](u32(&bytes)[4], i32 offset) {
+      ptx::load_shared_x4(bytes, rows + tile::swizzled_offset<S.row_bytes()>(
+                                            column, block * kChunks + offset / 16));
+    });
+  }
+  // A warp's lanes together, and for whole rows.
+  DK_DEVICE void store(Smem<S>& smem, i32 slot) {
+    MxRow<S.format> row;
+    row.add(mx_exponent(given, block), codes.is_zero());
+    row.template join<kBlocks>();
+    codes.rebase(row.shift(mx_exponent(given, block)));
+    const u32 rows = ptx::smem_addr(&smem.query[slot][0]);
+    DK_UNROLL
+    for (i32 half = 0; half < 2; ++half) {
+      const u32* word = codes.word + 4 * half;
+      ptx::store_shared_x4(rows + tile::swizzled_offset<S.head_dim>(column, 2 * block + half),
+                           word[0], word[1], word[2], word[3]);
+    }
+    if (block != 0) return;
+    ptx::store_shared_i32(ptx::smem_addr(&smem.mx.query_exponents[slot][column]),
+                          row.exponents(given));
+    const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights[slot][column]));
+    ptx::store_shared_f32(
+        ptx::smem_addr(&smem.mx.powered[slot][column]),
+        powered_weight(weight, row.power()) *
+            octet_factor(kRelus<S>, column % S.pass_columns() / 8));
+  }
+};
+
 // Beside the math warps. One kv warp needs about 250 clocks for a tile, as many as its bytes take.
 inline constexpr i32 kKvWarps = 2;
 inline constexpr i32 kSchedulerWarp = kKvWarps;
 inline constexpr i32 kCleanerWarps = 1;
+
+enum class Barrier : u32 {  // 0 belongs to sync_threads
+  queries_rebased = 1,      // MX: all math warps, around the query rows of the first unit
+};
 static_assert(kKvWarps + 1 + kCleanerWarps == 4);
 
 // By one thread.
@@ -79,7 +140,7 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
 template <PagedMqaLogitsSpec S>
 struct RoleRegisters {
   static constexpr i32 kStart = 65536 / S.num_threads() / 8 * 8;
-  static constexpr i32 kHelper = S.math_groups == 2 ? 72 : S.is_mx() ? 64 : 32;
+  static constexpr i32 kHelper = S.math_groups == 2 ? 72 : S.is_mx() ? 56 : 32;
   static constexpr i32 kMath = min_of(232, (kStart + (kStart - kHelper) / S.math_groups) / 8 * 8);
 };
 
