@@ -40,19 +40,6 @@ struct Columns {
   DK_DEVICE u32 power(i32 token) const { return ptx::smem_addr(&smem.token[token].power); }
 };
 
-// Where the query row of a column lies; null for one that is not there.
-template <PagedMqaLogitsSpec S>
-DK_DEVICE const u8* query_row(const PagedMqaLogitsArgs& args, const Work& work, i32 column) {
-  const i32 token = S.token_of(column);
-  const i32 head = S.head_of(column);
-  if (token >= work.num_rows || head >= args.num_heads) return nullptr;
-  const bool by_request = args.indices != nullptr;
-  const i64 request = by_request ? work.request + token : work.request;
-  const i64 row = by_request ? 0 : work.row + token;
-  return args.q + request * args.q_request_stride + row * args.q_row_stride +
-         head * args.q_head_stride;
-}
-
 // Behind the posted weights; a block barrier must follow.
 template <PagedMqaLogitsSpec S>
 DK_DEVICE void rebase_query(const PagedMqaLogitsArgs& args, const Work& work, Smem<S>& smem) {
