@@ -141,10 +141,14 @@ struct Math {
   // MXFP4: positive and negative elements apart, so that a permutation of bytes makes the codes of
   // four elements.
   DK_DEVICE void score_mxfp4(float (&x)[kColumns / 2], float (&scale)[Sum::kRows], i32 pass) const {
+    // The tensor cores work on a block while the codes of the next one are made, where registers
+    // allow.
+    constexpr bool kOverlaps = Sum::kRows == 1 && S.num_passes() == 1;
     const i32 row = warp_row + ptx::lane_index() / 4;
     const Mxfp4Row<S> rows[2] = {Mxfp4Row<S>(kv_scale(row)), Mxfp4Row<S>(kv_scale(row + 8))};
     u32 plus[kBlocks][4];
     u32 minus[kBlocks][4];
+    if (kOverlaps) keep(scale, rows[0].scale(), rows[1].scale());
     DK_UNROLL
     for (i32 block = 0; block < kBlocks; ++block) {
       DK_UNROLL
@@ -158,17 +162,21 @@ struct Math {
           minus[block][2 * half + r] = negative[half];
         }
       }
+      if (kOverlaps) start_block(x, plus[block], minus[block], pass, block);
     }
-    ptx::wgmma_fence();
     DK_UNROLL
-    for (i32 block = 0; block < kBlocks; ++block) {
-      const u64 query = Descriptor::make(query_descriptor(pass) + 2 * block);
-      tile::wgmma_k32_e4m3<1>(x, plus[block], query, block > 0);
-      tile::wgmma_k32_e4m3<-1>(x, minus[block], query, true);
-    }
+    for (i32 block = 0; !kOverlaps && block < kBlocks; ++block)
+      start_block(x, plus[block], minus[block], pass, block);
     ptx::wgmma_commit_group();
-    keep(scale, rows[0].scale(), rows[1].scale());
+    if (!kOverlaps) keep(scale, rows[0].scale(), rows[1].scale());
     ptx::wgmma_wait_group<0>(x);
+  }
+  DK_DEVICE void start_block(float (&x)[kColumns / 2], const u32 (&plus)[4], const u32 (&minus)[4],
+                             i32 pass, i32 block) const {
+    const u64 query = Descriptor::make(query_descriptor(pass) + 2 * block);
+    ptx::wgmma_fence();
+    tile::wgmma_k32_e4m3<1>(x, plus, query, block > 0);
+    tile::wgmma_k32_e4m3<-1>(x, minus, query, true);
   }
   DK_DEVICE u32 word(i32 r, i32 block) const {
     if constexpr (!kKeepsWords) return tile_rows().word(r, block);
