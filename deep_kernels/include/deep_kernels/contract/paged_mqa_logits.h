@@ -198,12 +198,8 @@ struct PagedMqaLogitsSpec {
   }
   // Spilled bytes that are tolerated; a number above 0 needs a reason and a measured gain here.
   static constexpr i32 spill_limit_bytes() { return 0; }
-  // wgmma instructions that the machine code must hold: one tile, head_dim / 32 k-steps; of mxfp4
-  // positive and negative elements apart.
-  constexpr i32 num_wgmma() const {
-    if (backend != Backend::sm90) return 0;
-    return (format == Format::mxfp4 ? 2 : 1) * head_dim / 32;
-  }
+  // wgmma instructions that the machine code must hold: one tile, head_dim / 32 k-steps.
+  constexpr i32 num_wgmma() const { return backend == Backend::sm90 ? head_dim / 32 : 0; }
 
   constexpr i32 grid(const PagedMqaLogitsArgs& args, i32 num_sms) const {
     const i64 tiles = i64{args.num_requests} * max_of(1, paged_num_tiles(args.width));
@@ -250,7 +246,7 @@ constexpr u8 paged_math_groups(Backend backend, Format format, i32 num_heads) {
 constexpr u8 paged_kv_stages(Backend backend, Format format, i32 head_dim, i32 math_groups) {
   if (backend == Backend::sm89) return head_dim == 128 ? 2 : 3;
   const i32 stages = min_of(8 * 128 / paged_row_bytes(format, head_dim), 16);
-  return static_cast<u8>(math_groups == 3 ? stages / 6 * 6 : stages);
+  return static_cast<u8>(math_groups == 3 ? align_up(stages, 6) : stages);
 }
 // How many rows share a tile: as many as a request has, up to 4 or what fits into shared memory,
 // and enough to fill an MMA.

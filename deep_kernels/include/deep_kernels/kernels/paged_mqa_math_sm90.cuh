@@ -38,17 +38,18 @@ struct Mxfp4Row {
       greatest = max_of(greatest, exponent[block]);
     }
   }
-  // Codes of a word's positive and of its negative elements, zeros in place of the others: a
-  // selector with its top bit set takes the sign of a code, which has none.
-  DK_DEVICE void expand(u32 (&plus)[2], u32 (&minus)[2], u32 packed, i32 block) const {
+  // The codes of a word's eight elements: their magnitudes choose bytes of the table, their signs
+  // come out of the packed bytes.
+  DK_DEVICE void expand(u32 (&code)[2], u32 packed, i32 block) const {
     const u32 down = static_cast<u32>(exponent[block] - greatest);
     const u32 low = kLow + down * kLowStep;
     const u32 high = kHigh + down * kHighStep;
-    const u32 opposite = packed ^ 0x88888888u;
-    plus[0] = ptx::byte_permute(low, high, packed);
-    plus[1] = ptx::byte_permute(low, high, packed >> 16);
-    minus[0] = ptx::byte_permute(low, high, opposite);
-    minus[1] = ptx::byte_permute(low, high, opposite >> 16);
+    const u32 magnitudes = packed & 0x77777777u;
+    const u32 even = packed << 4;  // brings the signs of even elements to the top of their bytes
+    const u32 signs[2] = {ptx::byte_permute(even, packed, 0x5140u),
+                          ptx::byte_permute(even, packed, 0x7362u)};
+    code[0] = ptx::byte_permute(low, high, magnitudes) | (signs[0] & 0x80808080u);
+    code[1] = ptx::byte_permute(low, high, magnitudes >> 16) | (signs[1] & 0x80808080u);
   }
   DK_DEVICE float scale() const {
     constexpr i32 kCodes = 6;
@@ -138,45 +139,28 @@ struct Math {
     keep(scale, rows[0].scale(), rows[1].scale());
   }
 
-  // MXFP4: positive and negative elements apart, so that a permutation of bytes makes the codes of
-  // four elements.
+  // MXFP4: codes are made in registers, which the tensor cores take as they are.
   DK_DEVICE void score_mxfp4(float (&x)[kColumns / 2], float (&scale)[Sum::kRows], i32 pass) const {
-    // The tensor cores work on a block while the codes of the next one are made, where registers
-    // allow.
-    constexpr bool kOverlaps = Sum::kRows == 1 && S.num_passes() == 1;
     const i32 row = warp_row + ptx::lane_index() / 4;
     const Mxfp4Row<S> rows[2] = {Mxfp4Row<S>(kv_scale(row)), Mxfp4Row<S>(kv_scale(row + 8))};
-    u32 plus[kBlocks][4];
-    u32 minus[kBlocks][4];
-    if (kOverlaps) keep(scale, rows[0].scale(), rows[1].scale());
+    keep(scale, rows[0].scale(), rows[1].scale());
+    u32 codes[kBlocks][4];
+    // The tensor cores work on a block while the codes of the next one are made.
     DK_UNROLL
     for (i32 block = 0; block < kBlocks; ++block) {
       DK_UNROLL
       for (i32 r = 0; r < 2; ++r) {
-        u32 positive[2];
-        u32 negative[2];
-        rows[r].expand(positive, negative, word(r, block), block);
-        DK_UNROLL
-        for (i32 half = 0; half < 2; ++half) {
-          plus[block][2 * half + r] = positive[half];
-          minus[block][2 * half + r] = negative[half];
-        }
+        u32 half[2];
+        rows[r].expand(half, word(r, block), block);
+        codes[block][r] = half[0];
+        codes[block][2 + r] = half[1];
       }
-      if (kOverlaps) start_block(x, plus[block], minus[block], pass, block);
+      ptx::wgmma_fence();
+      tile::wgmma_k32_e4m3<1>(x, codes[block], Descriptor::make(query_descriptor(pass) + 2 * block),
+                              block > 0);
     }
-    DK_UNROLL
-    for (i32 block = 0; !kOverlaps && block < kBlocks; ++block)
-      start_block(x, plus[block], minus[block], pass, block);
     ptx::wgmma_commit_group();
-    if (!kOverlaps) keep(scale, rows[0].scale(), rows[1].scale());
     ptx::wgmma_wait_group<0>(x);
-  }
-  DK_DEVICE void start_block(float (&x)[kColumns / 2], const u32 (&plus)[4], const u32 (&minus)[4],
-                             i32 pass, i32 block) const {
-    const u64 query = Descriptor::make(query_descriptor(pass) + 2 * block);
-    ptx::wgmma_fence();
-    tile::wgmma_k32_e4m3<1>(x, plus, query, block > 0);
-    tile::wgmma_k32_e4m3<-1>(x, minus, query, true);
   }
   DK_DEVICE u32 word(i32 r, i32 block) const {
     if constexpr (!kKeepsWords) return tile_rows().word(r, block);
