@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 _QUEUE_CYCLES = 200_000  # about 0.1 ms
 
 

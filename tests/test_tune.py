@@ -253,7 +253,8 @@ def test_calls_follow_their_row(no_settings: Path, monkeypatch: pytest.MonkeyPat
     for setting, placement in (("", row.placement), (other, other)):
         if setting:
             monkeypatch.setenv("DEEP_KERNELS_MQA_CLEAN", setting)
-        with pytest.raises(dk.CompileError, match=f"format={row.format}.*clean={placement}.*schedule={row.schedule}"):
+        schedule = row.schedule if row.format == "fp8" else "derived"  # MX formats leave a given one alone
+        with pytest.raises(dk.CompileError, match=f"format={row.format}.*clean={placement}.*schedule={schedule}"):
             dk.prepare([case], arch=arch)
 
 

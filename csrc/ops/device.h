@@ -65,8 +65,7 @@ void run_kernel(const Arch& arch, c10::Device device, const Spec& spec, int grid
   }
   Module& module = get_kernel(arch.target, spec, kernel_text(spec));
   if (!mapped) return launch(module, device, spec, grid, args);
-  const std::array<EncodedMap, kNumMaps> encoded{
-      maps.rank > 0 ? encode(maps) : EncodedMap{}...};
+  const std::array<EncodedMap, kNumMaps> encoded{maps.rank > 0 ? encode(maps) : EncodedMap{}...};
   launch(module, device, spec, grid, args, encoded);
 }
 

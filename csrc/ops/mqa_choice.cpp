@@ -22,18 +22,13 @@ Clean parse_placement(const std::string& where, const std::string& text) {
 
 }  // namespace
 
-Schedule mqa_schedule_mode(const MqaLogitsCase& wanted) {
-  const bool uses = wanted.metadata && wanted.format == Format::fp8;
-  return uses ? Schedule::metadata : Schedule::derived;
-}
-
 Clean choose_mqa_clean(const MqaLogitsCase& wanted, Backend backend) {
   if (!wanted.clean) return Clean::off;
   if (wanted.placement) return *wanted.placement;
   if (const auto text = settings::of_op(kCleanVariable))
     return parse_placement(kCleanVariable, *text);
-  const CleanRow* row =
-      find_clean_row(kCleanTable, backend, wanted.format, mqa_schedule_mode(wanted));
+  const Schedule given = wanted.metadata ? Schedule::metadata : Schedule::derived;
+  const CleanRow* row = find_clean_row(kCleanTable, backend, wanted.format, given);
   return row ? row->placement : Clean::deferred;  // which needs no warp of its own
 }
 
@@ -74,14 +69,16 @@ std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backe
 
 MqaLogitsSpec choose_mqa_logits_spec(const MqaLogitsCase& wanted, const Arch& arch) {
   const i32 num_heads = mqa_padded_heads(static_cast<i32>(wanted.num_heads));
-  const bool folds = wanted.folded && mqa_can_fold(arch.backend, wanted.format, num_heads);
+  const bool uses_schedule = wanted.metadata && wanted.format == Format::fp8;  // see Schedule
+  const bool folds = wanted.folded && mqa_can_fold(arch.backend, wanted.format,
+                                                   static_cast<i32>(wanted.head_dim), num_heads);
   return {.backend = arch.backend,
           .format = wanted.format,
           .head_dim = static_cast<u8>(wanted.head_dim),
           .num_heads = static_cast<u8>(num_heads),
           .logits_dtype = wanted.logits_dtype,
           .clean = choose_mqa_clean(wanted, arch.backend),
-          .schedule = mqa_schedule_mode(wanted),
+          .schedule = uses_schedule ? Schedule::metadata : Schedule::derived,
           .kv_stages = mqa_kv_stages(arch.backend, static_cast<i32>(wanted.head_dim)),
           .reduction = folds ? Reduction::folded : Reduction::exact};
 }

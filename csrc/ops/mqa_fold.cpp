@@ -16,9 +16,8 @@ at::Tensor fold_queries(const Arch& arch, const MqaLogitsSpec& spec, const MqaLo
   const at::Tensor workspace =
       at::empty({rows_bytes + i64{args.num_q} * 4}, call.q.options().dtype(at::kByte));
   u8* base = static_cast<u8*>(workspace.mutable_data_ptr());
-  MqaFoldArgs fold_args{.logits = args,
-                        .folded = base,
-                        .folded_scale = reinterpret_cast<float*>(base + rows_bytes)};
+  MqaFoldArgs fold_args{
+      .logits = args, .folded = base, .folded_scale = reinterpret_cast<float*>(base + rows_bytes)};
   const auto buffers = [&]() -> std::vector<emulator::Buffer> {
     return {emulator::buffer("workspace", workspace, /*writable=*/true),
             emulator::buffer("q", call.q), emulator::buffer("weights", call.weights)};

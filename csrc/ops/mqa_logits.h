@@ -61,8 +61,6 @@ MqaLogitsCase read_mqa_logits_case(CaseReader& reader);
 
 // Why the case cannot run on the backend, or nothing. The sentence without the op's name.
 std::optional<std::string> mqa_logits_refusal(const MqaLogitsCase& wanted, Backend backend);
-// Whether a call's schedule is read: a hint that MX formats leave alone.
-Schedule mqa_schedule_mode(const MqaLogitsCase& wanted);
 // Where the -inf fill of a case happens on a backend with kernels.
 Clean choose_mqa_clean(const MqaLogitsCase& wanted, Backend backend);
 // The Spec for a case that is not refused.

@@ -51,7 +51,8 @@ std::vector<BuildReport> mqa_prepare(CaseReader& reader, const Arch& arch) {
     reports.push_back(build(arch.target, MqaRebaseSpec{Backend::sm89, wanted.format,
                                                        static_cast<u8>(wanted.head_dim)}));
   if (spec.is_folded())
-    reports.push_back(build(arch.target, MqaFoldSpec{Backend::sm89, spec.head_dim, spec.num_heads}));
+    reports.push_back(
+        build(arch.target, MqaFoldSpec{Backend::sm89, spec.head_dim, spec.num_heads}));
   return reports;
 }
 

@@ -11,6 +11,8 @@ from .cases import MqaCase
 
 SM90 = "kernels/mqa_logits_sm90.cuh"
 SM89 = "kernels/mqa_logits_sm89.cuh"
+# Files of one kernel: a text is looked for in all of them.
+_PARTS = {SM90: (SM90, "kernels/mqa_math_sm90.cuh", "kernels/mqa_unit_sm90.cuh")}
 TILE = "kernels/mqa_logits_tile.cuh"
 SCHEDULE = "kernels/mqa_schedule.cuh"
 LAYOUT = "tile/layout.cuh"
@@ -295,8 +297,11 @@ def altered_include(fault: Fault, folder: Path) -> Path:
     include = folder / "include"
     shutil.copytree(build.PACKAGE_INCLUDE, include)
     for edit in fault.edits:
-        path = include / "deep_kernels" / edit.file
-        text = path.read_text()
-        assert text.count(edit.old) == edit.count, f"{fault.name}: '{edit.old}' occurs {text.count(edit.old)} times"
-        path.write_text(text.replace(edit.old, edit.new))
+        occurs = 0
+        for file in _PARTS.get(edit.file, (edit.file,)):
+            path = include / "deep_kernels" / file
+            text = path.read_text()
+            occurs += text.count(edit.old)
+            path.write_text(text.replace(edit.old, edit.new))
+        assert occurs == edit.count, f"{fault.name}: '{edit.old}' occurs {occurs} times"
     return include

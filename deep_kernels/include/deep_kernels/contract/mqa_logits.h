@@ -20,9 +20,9 @@ enum class Clean : u8 { off, concurrent, deferred };
 // benchmarks/notes_mqa.md), which saves less than that.
 enum class Schedule : u8 { derived, metadata };
 
-// How scores become a logit. folded: sum w relu(x) = sum w/2 |x| + (sum w/2 q) . k, where the second
-// part is one more dot product per token, so that a score costs one instruction instead of two; what
-// is truly 0 then comes out as rounding noise.
+// How scores become a logit. folded: sum w relu(x) = sum w/2 |x| + (sum w/2 q) . k, where the
+// second part is one more dot product per token, so that a score costs one instruction instead of
+// two; what is truly 0 then comes out as rounding noise.
 enum class Reduction : u8 { exact, folded };
 
 constexpr const char* name_of(Reduction value) {
@@ -46,15 +46,15 @@ struct MqaLogitsArgs {
   const float* kv_scale;    // [num_kv] float32, contiguous; sm90: at a multiple of 16 bytes
   const i32* kv_exponents;  // [num_kv] int32 of mqa_rebase; null for fp8
   const i32* kv_wide;       // [ceil(num_kv / 16)] int32 of mqa_rebase; null for fp8
-  const void* weights;    // [num_q, num_heads] weights_dtype, last dimension contiguous
-  const u8* folded;          // [num_q, folded_rows, head_dim] e4m3 of mqa_fold; null unless folded
-  const float* folded_scale; // [num_q] of mqa_fold
-  const i32* kv_start;    // [num_q] int32: first kv token of the row's window
-  const i32* kv_end;      // [num_q] int32: one past the last
-  const i32* schedule;    // [num_cuts, 2] int32 (block, chunk), any content; null unless metadata
-  void* logits;           // [num_q, width] logits dtype, last dimension contiguous
-  i64 q_token_stride;     // bytes, multiple of 16
-  i64 q_head_stride;      // bytes, multiple of 16
+  const void* weights;      // [num_q, num_heads] weights_dtype, last dimension contiguous
+  const u8* folded;         // [num_q, folded_rows, head_dim] e4m3 of mqa_fold; null unless folded
+  const float* folded_scale;  // [num_q] of mqa_fold
+  const i32* kv_start;        // [num_q] int32: first kv token of the row's window
+  const i32* kv_end;          // [num_q] int32: one past the last
+  const i32* schedule;  // [num_cuts, 2] int32 (block, chunk), any content; null unless metadata
+  void* logits;         // [num_q, width] logits dtype, last dimension contiguous
+  i64 q_token_stride;   // bytes, multiple of 16
+  i64 q_head_stride;    // bytes, multiple of 16
   i64 q_exponents_token_stride;  // elements
   i64 q_exponents_head_stride;   // elements
   i64 kv_stride;                 // bytes, multiple of 16
@@ -221,17 +221,17 @@ constexpr MqaWorkspace mqa_workspace(i32 num_kv, i32 head_dim) {
   return at;
 }
 
-// Folded reduction. sum w/2 q of a token is written as e4m3 digits, each 16 times finer than the one
-// before: four of them hold 16 bits. The digits of a group's tokens fill one octet of columns.
+// Folded reduction. sum w/2 q of a token is written as e4m3 digits, each 16 times finer than the
+// one before: four of them hold 16 bits. The digits of a group's tokens fill one octet of columns.
 inline constexpr i32 kMqaDigits = 4;
 inline constexpr i32 kMqaFoldedRows = 8;  // per group
 constexpr i32 mqa_folded_rows_per_token(i32 padded_heads) {
   return kMqaFoldedRows * padded_heads / kMqaGroupRows;  // 4 at 64 heads; 8, half of them 0, at 128
 }
 // With 32 heads the digits of a group's four tokens need two octets, for which there are no
-// registers; a lane has no shuffle to save there either.
-constexpr bool mqa_can_fold(Backend backend, Format format, i32 padded_heads) {
-  return backend == Backend::sm90 && format == Format::fp8 && padded_heads >= 64;
+// registers; a lane has no shuffle to save there either. Rows of 32 elements leave little to save.
+constexpr bool mqa_can_fold(Backend backend, Format format, i32 head_dim, i32 padded_heads) {
+  return backend == Backend::sm90 && format == Format::fp8 && head_dim >= 64 && padded_heads >= 64;
 }
 
 // What the compiler gets. All members are one byte wide: hashable as bytes, no padding.
@@ -325,9 +325,10 @@ struct MqaLogitsSpec {
     if (num_heads > kMqaMaxHeads || mqa_padded_heads(num_heads) != num_heads)
       return "num_heads must be 8, 16, 32, 64 or 128";
     if (logits_dtype == DType::float16) return "logits_dtype must be float32 or bfloat16";
-    if (is_folded() && !mqa_can_fold(backend, format, num_heads))
-      return "reduction folded must be for sm90, fp8 and 64 or 128 heads";
-    if (is_mx() && schedule == Schedule::metadata) return "schedule must be derived with MX formats";
+    if (is_folded() && !mqa_can_fold(backend, format, head_dim, num_heads))
+      return "reduction folded must be for sm90, fp8, head_dim 64 or 128 and 64 or 128 heads";
+    if (is_mx() && schedule == Schedule::metadata)
+      return "schedule must be derived with MX formats";
     if (kv_stages < 2) return "kv_stages must be at least 2";
     if (smem_bytes() > limits_of(backend).max_smem_bytes) return "shared memory does not fit";
     return nullptr;
@@ -471,7 +472,7 @@ struct MqaFoldArgs {
 
 struct MqaFoldSpec {
   Backend backend;  // sm89: runs on every card
-  u8 head_dim;      // 32 | 64 | 128
+  u8 head_dim;      // 64 | 128
   u8 num_heads;     // 64 | 128; rounded up
 
   static constexpr const char* op() { return "mqa_fold"; }
@@ -493,8 +494,7 @@ struct MqaFoldSpec {
   constexpr i64 workspace_bytes(const MqaFoldArgs&) const { return 0; }
   constexpr const char* invalid() const {
     if (backend != Backend::sm89) return "backend must be sm89";
-    if (head_dim != 32 && head_dim != 64 && head_dim != 128)
-      return "head_dim must be 32, 64 or 128";
+    if (head_dim != 64 && head_dim != 128) return "head_dim must be 64 or 128";
     if (num_heads != 64 && num_heads != 128) return "num_heads must be 64 or 128";
     return nullptr;
   }
@@ -504,7 +504,7 @@ struct MqaFoldSpec {
 template <class Visit>
 constexpr void for_each_mqa_fold_spec(Backend backend, Visit&& visit) {
   if (backend != Backend::sm89) return;
-  for (i32 head_dim = 32; head_dim <= 128; head_dim *= 2)
+  for (i32 head_dim = 64; head_dim <= 128; head_dim *= 2)
     for (i32 num_heads = 64; num_heads <= kMqaMaxHeads; num_heads *= 2)
       visit(MqaFoldSpec{backend, static_cast<u8>(head_dim), static_cast<u8>(num_heads)});
 }

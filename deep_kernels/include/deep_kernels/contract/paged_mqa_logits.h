@@ -240,9 +240,10 @@ constexpr u8 paged_math_groups(Backend backend, Format format, i32 num_heads) {
 // (feasibility study for this op on an H200: 8 stages of 64 tokens at 128 bytes are the best of
 // 8, 14 and 23). Smaller rows get as many more stages as keep the bytes.
 //
-// Every stage belongs to one math group and one kv warp: multiples of both. Copies of different tiles
-// end in any order, so that a group whose tiles came early would otherwise reach a stage before the
-// tile of another group that was there a round ago, and take the parity of that round for its own.
+// Every stage belongs to one math group and one kv warp: multiples of both. Copies of different
+// tiles end in any order, so that a group whose tiles came early would otherwise reach a stage
+// before the tile of another group that was there a round ago, and take the parity of that round
+// for its own.
 constexpr u8 paged_kv_stages(Backend backend, Format format, i32 head_dim, i32 math_groups) {
   if (backend == Backend::sm89) return head_dim == 128 ? 2 : 3;
   const i32 stages = min_of(8 * 128 / paged_row_bytes(format, head_dim), 16);

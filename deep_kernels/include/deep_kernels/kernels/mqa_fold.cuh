@@ -1,6 +1,6 @@
 // The pre-pass of the folded reduction: half of the weighted sum of a token's query rows, as e4m3
-// digits that the tensor cores multiply like four more query rows. A warp takes a token: 16 bytes of
-// a row to a lane, rows side by side.
+// digits that the tensor cores multiply like four more query rows. A warp takes a token: 16 bytes
+// of a row to a lane, rows side by side.
 #pragma once
 
 #include "deep_kernels/contract/mqa_logits.h"
@@ -9,7 +9,8 @@
 
 namespace deep_kernels {
 
-// The weights of a token, head 32 i + lane in [i], divided by a power of two where they are extreme.
+// The weights of a token, head 32 i + lane in [i], divided by a power of two where they are
+// extreme.
 template <MqaFoldSpec S>
 struct FoldWeights {
   static constexpr i32 kPerLane = S.num_heads / 32;

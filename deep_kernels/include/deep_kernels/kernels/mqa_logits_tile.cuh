@@ -25,7 +25,7 @@ DK_DEVICE void store_logit(u16* address, float value) {
 // H200 in the feasibility study, +3 to 4% against max alone.
 inline constexpr float kSatScore = 0x1p-25f;
 inline constexpr float kSatWeight = 0x1p25f;
-enum class Relu { clamp, saturate, fold };  // fold: the magnitude, see Reduction
+enum class Relu { clamp, saturate, fold };          // fold: the magnitude, see Reduction
 enum class Relus { clamp, saturate, mixed, fold };  // of all octets
 constexpr Relu relu_of(Relus relus, i32 octet) {
   if (relus == Relus::fold) return Relu::fold;

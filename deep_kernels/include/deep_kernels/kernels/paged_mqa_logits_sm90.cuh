@@ -114,8 +114,8 @@ DK_DEVICE void post_mx_columns(const PagedMqaLogitsArgs& args, const Work& work,
   ptx::sync_warp();
 }
 
-// MX: query rows as they came become e4m3 codes. Those of a step are read before its codes overwrite
-// them and rows above. Converged.
+// MX: query rows as they came become e4m3 codes. Those of a step are read before its codes
+// overwrite them and rows above. Converged.
 template <PagedMqaLogitsSpec S>
 DK_DEVICE void rebase_queries(Smem<S>& smem, i32 slot) {
   DK_NO_UNROLL

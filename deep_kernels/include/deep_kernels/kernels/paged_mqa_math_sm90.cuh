@@ -77,7 +77,7 @@ struct Math {
   // MXFP4: where the lane's words of row lane / 4 lie in a stage, kept where registers allow.
   static constexpr bool kKeepsWords = S.format == Format::mxfp4 && S.num_passes() == 1;
   u32 word_at[kBlocks];
-  u32 tokens;     // address of the lane's Token, those of further passes behind it
+  u32 tokens;  // address of the lane's Token, those of further passes behind it
   float weight[kColumns / 4];
   tile::Ring<S.kv_stages> stages;
 
@@ -165,8 +165,7 @@ struct Math {
   DK_DEVICE u32 word(i32 r, i32 block) const {
     if constexpr (!kKeepsWords) return tile_rows().word(r, block);
     const u32 stage = ptx::smem_addr(&smem.kv[0][0]) + stages.slot * S.kv_stage_bytes();
-    return static_cast<u32>(
-        ptx::load_shared_i32(stage + word_at[block] + 8 * r * S.row_bytes()));
+    return static_cast<u32>(ptx::load_shared_i32(stage + word_at[block] + 8 * r * S.row_bytes()));
   }
   // Of two values for rows lane / 4 and 8 further those of the rows that the lane keeps.
   static DK_DEVICE void keep(float (&kept)[Sum::kRows], float first, float second) {

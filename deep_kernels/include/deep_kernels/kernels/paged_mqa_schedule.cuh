@@ -222,8 +222,8 @@ DK_DEVICE void paged_mqa_schedule(const PagedMqaScheduleArgs& args) {
   scan.for_each_request([&](i32 request, i32 num_tiles, u32 begin, u32 end) {
     // A cut per lane, however many of them a request has: looked up among the lanes' requests.
     const i32 first = first_cut(static_cast<u32>(ptx::shuffle(static_cast<i32>(begin), 0)));
-    const i32 last = min_of(
-        first_cut(static_cast<u32>(ptx::shuffle(static_cast<i32>(end), 31))), args.num_sms);
+    const i32 last =
+        min_of(first_cut(static_cast<u32>(ptx::shuffle(static_cast<i32>(end), 31))), args.num_sms);
     DK_NO_UNROLL
     for (i32 base = first; base < last; base += 32) {
       const i32 i = base + ptx::lane_index();

@@ -16,9 +16,8 @@ namespace deep_kernels::paged {
 // The kernel for MXFP4 on sm90 has more to do on the ALU pipe than memory gives it time for: there
 // every octet clamps on the FMA pipe.
 template <PagedMqaLogitsSpec S>
-inline constexpr Relus kRelus = S.backend == Backend::sm90 && S.format == Format::mxfp4
-                                    ? Relus::saturate
-                                    : Relus::clamp;
+inline constexpr Relus kRelus =
+    S.backend == Backend::sm90 && S.format == Format::mxfp4 ? Relus::saturate : Relus::clamp;
 
 // --- units ---------------------------------------------------------------------------------------
 

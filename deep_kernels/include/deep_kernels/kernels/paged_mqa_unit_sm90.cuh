@@ -100,10 +100,9 @@ struct QueryBlock {
     ptx::store_shared_i32(ptx::smem_addr(&smem.mx.query_exponents[slot][column]),
                           row.exponents(given));
     const float weight = ptx::load_shared_f32(ptx::smem_addr(&smem.weights[slot][column]));
-    ptx::store_shared_f32(
-        ptx::smem_addr(&smem.mx.powered[slot][column]),
-        powered_weight(weight, row.power()) *
-            octet_factor(kRelus<S>, column % S.pass_columns() / 8));
+    ptx::store_shared_f32(ptx::smem_addr(&smem.mx.powered[slot][column]),
+                          powered_weight(weight, row.power()) *
+                              octet_factor(kRelus<S>, column % S.pass_columns() / 8));
   }
 };
 
