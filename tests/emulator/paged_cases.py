@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -130,6 +131,18 @@ class PagedInputs:
     context_lens: Tensor
     block_table: Tensor
     indices: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> PagedInputs:
+        """The same with the function's result for every tensor."""
+        return PagedInputs(**{name: None if x is None else function(x) for name, x in vars(self).items()})
+
+
+def paged_inside_of(case: PagedCase, inputs: PagedInputs) -> Tensor:
+    """bool, shaped like the logits: the columns that lie in the context of their row."""
+    lens = inputs.context_lens.cpu().long()
+    if lens.dim() == 1:
+        lens = lens[:, None] + torch.arange(case.next_n) - (case.next_n - 1)
+    return torch.arange(case.width) < lens.flatten()[:, None]
 
 
 def paged_schedule(case: PagedCase, inputs: PagedInputs, arch: str) -> Tensor:
