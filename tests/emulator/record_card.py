@@ -29,9 +29,11 @@ _EMULATED = "no card, the emulator"
 
 
 def _record(case: card.Case, arch: str, *, emulated: bool) -> list[dict[str, object]]:
-    inputs = case.make_inputs().map(lambda tensor: tensor if emulated else tensor.to("cuda"))
+    inputs = case.make_inputs()
+    keys = card.keys(case, inputs, arch)
     launched = card.ARCHES[arch] if emulated else arch
     if not emulated:
+        inputs = inputs.map(lambda tensor: tensor.to("cuda"))
         deep_kernels.set_num_sms(case.num_sms)
     with installed(Emulator(), case.num_sms) if emulated else nullcontext():
         sums = card.checksums(case, inputs, launched)
@@ -40,7 +42,7 @@ def _record(case: card.Case, arch: str, *, emulated: bool) -> list[dict[str, obj
             assert again == sums, f"{case} on {arch}: two launches give different bits"
     return [
         {"case": key.case, "arch": arch, "spec": json.loads(key.spec), "sha256": value}
-        for key, value in zip(card.keys(case, arch), sums, strict=True)
+        for key, value in zip(keys, sums, strict=True)
     ]
 
 
@@ -78,6 +80,8 @@ def _write(file: Path, name: str, records: Sequence[dict[str, object]]) -> None:
         "include_digest": card.include_digest(),
         "records": records,
     }
+    names = [json.dumps({**record, "sha256": None}) for record in records]
+    assert len(set(names)) == len(names), "two cases have one name and one Spec"
     # One line per record, so that a change of one is a change of one line.
     head, _, _ = json.dumps(content, indent=1).partition(' "records"')
     lines = ",\n".join("  " + json.dumps(record) for record in records)
