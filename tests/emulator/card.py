@@ -61,7 +61,14 @@ def _serves(case: Case, arch: str) -> bool:
     return case.reduction == "exact" or backend == "sm90"
 
 
-_CASES = (*MQA_CASES, *MQA_SPECIAL_CASES, *MQA_MX_CASES, *MQA_FOLDED_CASES, *PAGED_CASES, *PAGED_SPREADS)
+_CASES: tuple[Case, ...] = (
+    *MQA_CASES,
+    *MQA_SPECIAL_CASES,
+    *MQA_MX_CASES,
+    *MQA_FOLDED_CASES,
+    *PAGED_CASES,
+    *PAGED_SPREADS,
+)
 CALLS = [(case, arch) for case in _CASES for arch in ARCHES if _serves(case, arch)]
 
 

@@ -22,7 +22,8 @@ _PLAIN = MqaCase(num_q=21, num_kv=700, num_heads=64, head_dim=128, windows="caus
 _DEFERRED = MqaCase(num_q=21, num_kv=700, num_heads=64, head_dim=128, windows="causal", clean="deferred")
 _ODD_HEADS = MqaCase(num_q=11, num_kv=300, num_heads=9, head_dim=64)
 _ALL_HEADS = MqaCase(num_q=5, num_kv=300, num_heads=128, head_dim=64)
-_MXFP8 = MqaCase(num_q=35, num_kv=700, format="mxfp8", windows="full", num_sms=1)  # more units than slots
+_MXFP8 = MqaCase(num_q=9, num_kv=300, head_dim=64, format="mxfp8", num_sms=1)
+_MXFP8_UNITS = MqaCase(num_q=35, num_kv=60, head_dim=64, format="mxfp8", num_sms=1, windows="full")  # more than slots
 _MXFP4 = MqaCase(num_q=9, num_kv=301, num_heads=128, head_dim=64, format="mxfp4")
 _FOLDED = MqaCase(num_q=21, num_kv=517, reduction="folded", windows="full")
 
@@ -305,7 +306,7 @@ FAULTS = [
     _fault(
         "packed query rows overwritten before all are read", "sm90", SM90,
         "    if constexpr (kExpands) ptx::barrier_sync(barrier, kMqaGroupRows);  // all packed rows are read\n", "",
-        "race", ("smem.query", "nothing orders"), _MXFP4,
+        "race", ("swizzled_offset<S.query_row_bytes()>", "nothing orders"), _MXFP4,
     ),
     Fault(
         "a stage posted before it says which groups it fills",
@@ -324,7 +325,7 @@ FAULTS = [
     _fault(
         "lane 0 of the kv warp ahead of the others", "sm90", SM90,
         "    if constexpr (S.is_mx()) ptx::sync_warp();  // all lanes have read the unit before lane 0 goes on\n", "",
-        "race", ("smem.unit", "nothing orders"), _MXFP8,
+        "race", ("(kv), lane", "nothing orders"), _MXFP8_UNITS,
     ),
     _fault(
         "exponents of query rows beyond the last", "sm90", TILE,
@@ -340,13 +341,13 @@ FAULTS = [
         "digits of one group in another's place", "sm90", SM90,
         "rows + (group * S.group_rows() + kMqaGroupRows) * S.head_dim",
         "rows + (group / 2 * S.group_rows() + kMqaGroupRows) * S.head_dim",
-        "race pending-async uninitialized", ("smem.query",), _FOLDED,
+        "pending-async", ("overwrites shared memory", "maps.folded"), _FOLDED,
     ),
     _fault(
         "digits over the octet before theirs", "sm90", SM90,
         "rows + (group * S.group_rows() + kMqaGroupRows) * S.head_dim",
         "rows + (group * S.group_rows() + kMqaGroupRows - 8) * S.head_dim",
-        "race pending-async uninitialized", ("smem.query",), _FOLDED,
+        "pending-async", ("overwrites shared memory", "maps.folded"), _FOLDED,
     ),
     _fault(
         "digits not among the bytes of the queries", "sm90", SM90,

@@ -177,7 +177,7 @@ def _paged_cases() -> list[PagedCase]:
     """All formats with all paddings of the head count; the rest of the fields goes round, head dims too."""
     floats = (torch.float32, torch.bfloat16, torch.float16)
     rows = ((1, "1d"), (2, "1d"), (1, "indices"), (3, "2d"), (4, "1d"), (1, "2d"), (5, "2d"))
-    cases = []
+    cases: list[PagedCase] = []
     for i, format in enumerate(FORMATS):
         for j, num_heads in enumerate((1, 8, 17, 32, 64, 128)):
             k = len(cases)
