@@ -14,7 +14,8 @@ import torch
 import deep_kernels
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
-_OPS = ("fp8_fp4_mqa_logits", "get_mqa_logits_metadata")
+_PAGED = "fp8_fp4_paged_mqa_logits"
+_OPS = ("fp8_fp4_mqa_logits", _PAGED, "get_mqa_logits_metadata")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape",
         default="24,700,64,128",
         metavar="M,N,H,D",
-        help="query tokens, kv tokens, heads, head_dim (default %(default)s)",
+        help="query tokens (paged: requests), kv tokens (of the longest), heads, head_dim (default %(default)s)",
     )
+    parser.add_argument("--format", choices=("fp8", "mxfp8", "mxfp4"), default="fp8")
+    parser.add_argument("--reduction", choices=("exact", "folded"), default="exact", help="not of the paged op")
+    parser.add_argument("--next-n", type=int, default=1, metavar="N", help="paged: query tokens of a request")
+    parser.add_argument("--block-kv", type=int, default=64, metavar="T", help="paged: kv tokens of a page")
     parser.add_argument("--arch", default="sm90", help="backend, target or both, as everywhere (default %(default)s)")
     parser.add_argument(
         "--windows",
@@ -63,12 +68,27 @@ def _refuse(sentence: str) -> int:
     return 2
 
 
-def _make_case(args: argparse.Namespace, cases: Any) -> Any:
+def _make_case(args: argparse.Namespace) -> Any:
     numbers = [int(word) for word in args.shape.split(",")]
     if len(numbers) != 4:
         raise ValueError
     num_q, num_kv, num_heads, head_dim = numbers
-    return cases.MqaCase(
+    if args.op == _PAGED:
+        return importlib.import_module("emulator.paged_cases").PagedCase(
+            batch=num_q,
+            next_n=args.next_n,
+            max_len=num_kv,
+            width=num_kv,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            format=args.format,
+            block_kv=args.block_kv,
+            logits_dtype=getattr(torch, args.logits_dtype),
+            clean=args.clean != "off",
+            metadata=args.metadata,
+            num_sms=args.sms,
+        )
+    return importlib.import_module("emulator.cases").MqaCase(
         num_q=num_q,
         num_kv=num_kv,
         num_heads=num_heads,
@@ -79,7 +99,23 @@ def _make_case(args: argparse.Namespace, cases: Any) -> Any:
         metadata=args.metadata or args.op == "get_mqa_logits_metadata",
         windows=args.windows,
         num_sms=args.sms,
+        format=args.format,
+        reduction=args.reduction,
     )
+
+
+def _call(op: str, case: Any, arch: str) -> None:
+    """The call that the command shows, on the installed emulator."""
+    inputs = case.make_inputs()
+    if op == _PAGED:
+        importlib.import_module("emulator.paged_cases").run_paged(case, inputs, arch)
+        return
+    cases = importlib.import_module("emulator.cases")
+    if op == "get_mqa_logits_metadata":
+        schedule = cases.mqa_schedule(case, inputs, arch)
+        print(f"(query block, chunk) of each cut: {schedule.view(-1, 2).tolist()}")
+    else:
+        cases.run_mqa(case, inputs, arch)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,29 +127,22 @@ def run(args: argparse.Namespace) -> int:
         emulator.build.compiler()
     except emulator.CompilerMissing as missing:
         return _refuse(str(missing))
-    cases = importlib.import_module("emulator.cases")
     timeline = importlib.import_module("emulator.timeline")
     try:
-        case = _make_case(args, cases)
+        case = _make_case(args)
     except ValueError:
         return _refuse(f"--shape must be four integers M,N,H,D, got '{args.shape}'")
     if args.sms < 1:
         return _refuse(f"--sms must be at least 1, got {args.sms}")
+    if case.format != "fp8" and (case.head_dim < 32 or case.head_dim % 32):
+        return _refuse(f"head_dim must be a multiple of 32 with MX formats, got {case.head_dim}")
 
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "events"
         machine = emulator.Emulator(seed=args.seed, trace_file=str(trace))
-        inputs = case.make_inputs()
-        arch = f"emulator:{args.arch}"
         try:
             with emulator.installed(machine, args.sms):
-                if args.op == "get_mqa_logits_metadata":
-                    result = deep_kernels.get_mqa_logits_metadata(
-                        inputs.starts, inputs.ends, case.num_kv, case.num_heads, arch=arch
-                    )
-                    print(f"(query block, chunk) of each cut: {result.view(-1, 2).tolist()}")
-                else:
-                    cases.run_mqa(case, inputs, arch)
+                _call(args.op, case, f"emulator:{args.arch}")
         except emulator.EmulatorError as fault:
             print(fault)
             return 1

@@ -58,6 +58,20 @@ def test_every_warp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"(warp {warp})" in text for warp in range(20))
 
 
+@pytest.mark.parametrize(
+    ("words", "kernel"),
+    [
+        (("fp8_fp4_paged_mqa_logits", "--shape", "3,200,64,64"), "paged_mqa_logits on sm90, fp8-b3"),
+        (("fp8_fp4_mqa_logits", "--format", "mxfp4", "--shape", "5,300,17,128"), "mqa_logits on sm90, 5x300-h17-d128"),
+        (("fp8_fp4_mqa_logits", "--reduction", "folded", "--shape", "5,300,64,128"), '"reduction": "folded"'),
+    ],
+)
+def test_other_kernels(words: tuple[str, ...], kernel: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert emulated(*words, "--html", str(tmp_path / "picture.html")) == 0
+    text = capsys.readouterr().out
+    assert kernel in text and "math (warps 0-15" in text
+
+
 def test_metadata(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--shape", "9,600,64,64", "--sms", "3", "--html", str(tmp_path / "picture.html"))
     assert emulated("get_mqa_logits_metadata", *words) == 0
@@ -69,6 +83,10 @@ def test_metadata(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--shape", "9,600,64"), "--shape must be four integers M,N,H,D, got '9,600,64'"),
         (("--shape", "9,600,64,96"), "head_dim must be 32, 64 or 128, got 96"),
+        (
+            ("--shape", "9,600,64,100", "--format", "mxfp8"),
+            "head_dim must be a multiple of 32 with MX formats, got 100",
+        ),
         (("--arch", "sm77"), "arch must be a backend"),
         (("--sms", "0"), "--sms must be at least 1, got 0"),
         (("--block", "9"), "--block must be below the number of blocks, 2, got 9"),

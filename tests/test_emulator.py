@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import oracle
 import pytest
 import torch
-from emulator import Emulator, card, installed
-from emulator.cases import MQA_CASES, MqaCase, MqaInputs, checksum, e4m3_values, environment, hash_bits, run_mqa
+from emulator import Emulator, card, installed, record_card
+from emulator.cases import (
+    MQA_CASES,
+    MQA_FOLDED_CASES,
+    MQA_MX_CASES,
+    MqaCase,
+    MqaInputs,
+    e4m3_values,
+    environment,
+    hash_bits,
+    inside_of,
+    run_mqa,
+)
 from emulator.driver import SANITIZED_FLAGS, compile_ahead
 from emulator.fixtures import emulator_ready  # noqa: F401
 from emulator.memory import guarded
+from emulator.paged_cases import PAGED_CASES
 from torch import Tensor
 
 import deep_kernels
@@ -29,8 +41,10 @@ def compiled(emulator_ready: None) -> Iterator[None]:  # noqa: F811
     """All kernels of the cases, compiled side by side before the first is run."""
 
     def run_all() -> None:
-        for case, arch in itertools.product(MQA_CASES, ARCHES):
+        for case, arch in itertools.product((*MQA_CASES, *MQA_MX_CASES), ARCHES):
             run_mqa(case, case.make_inputs(), arch)
+        for case in MQA_FOLDED_CASES:
+            run_mqa(case, case.make_inputs(), "emulator:sm90")
 
     compile_ahead(run_all)
     yield
@@ -38,30 +52,21 @@ def compiled(emulator_ready: None) -> Iterator[None]:  # noqa: F811
 
 def run(case: MqaCase, arch: str, inputs: MqaInputs | None = None, *, emulator: Emulator | None = None) -> Tensor:
     """The case on the emulator, its inputs between pages that fault."""
-    inputs = inputs or case.make_inputs()
-    inputs = MqaInputs(*(guarded(tensor) for tensor in vars(inputs).values()))
+    inputs = (inputs or case.make_inputs()).map(guarded)
     with installed(emulator or Emulator(), case.num_sms):
         return run_mqa(case, inputs, arch)
 
 
 def expected(case: MqaCase, inputs: MqaInputs) -> tuple[Tensor, Tensor]:
     return oracle.mqa_logits(
-        (inputs.q, None), (inputs.kv, inputs.kv_scale), inputs.weights, inputs.starts, inputs.ends,
-        format="fp8", clean=case.clean != "off", max_seqlen_k=case.max_seqlen_k,
+        (inputs.q, inputs.q_scale), (inputs.kv, inputs.kv_scale), inputs.weights, inputs.starts, inputs.ends,
+        format=case.format, clean=case.clean != "off", max_seqlen_k=case.max_seqlen_k,
     )  # fmt: skip
 
 
 def bits(logits: Tensor, inside: Tensor) -> Tensor:
     """The bits of the logits inside the windows."""
     return logits[inside].contiguous().view(torch.int32 if logits.dtype == torch.float32 else torch.int16)
-
-
-def inside_of(case: MqaCase, inputs: MqaInputs) -> Tensor:
-    column = torch.arange(case.max_seqlen_k or case.num_kv)
-    begin = inputs.starts.long().clamp(0, case.num_kv)[:, None]
-    end = inputs.ends.long().clamp(0, case.num_kv)[:, None]
-    token = column + begin if case.max_seqlen_k else column.expand(case.num_q, -1)
-    return (token >= begin) & (token < end)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -75,21 +80,50 @@ def test_logits_agree_with_the_oracle(case: MqaCase, arch: str) -> None:
     oracle.assert_agrees(logits, wanted, inside, LIMITS[case.logits_dtype])
 
 
-@pytest.mark.parametrize("arch", card.ARCHES)
-@pytest.mark.parametrize("case", card.CASES, ids=str)
-def test_bits_are_those_of_the_card(case: MqaCase, arch: str) -> None:
+def limit_of(case: MqaCase) -> float:
+    return max(LIMITS[case.logits_dtype], LIMITS.get(case.weights_dtype, 0.0))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("case", MQA_MX_CASES, ids=str)
+def test_mx_logits_agree_with_the_oracle(case: MqaCase, arch: str) -> None:
+    """Large logits and those near 2^-60 each by themselves, so that the large hide no small ones."""
+    inputs = case.make_inputs()
+    logits = run(case, arch, inputs)
+    wanted, inside = expected(case, inputs)
+    is_small = wanted.abs() < 2.0**-30
+    assert (inside & is_small & (wanted != 0)).any() and wanted[inside].isnan().any()
+    for lot in (inside & is_small, inside & ~is_small):
+        oracle.assert_agrees(logits, wanted, lot, limit_of(case))
+
+
+@pytest.mark.parametrize("case", MQA_FOLDED_CASES, ids=str)
+def test_folded_logits_agree_with_the_oracle(case: MqaCase) -> None:
+    inputs = case.make_inputs()
+    wanted, inside = expected(case, inputs)
+    oracle.assert_agrees(run(case, "emulator:sm90", inputs), wanted, inside, limit_of(case))
+
+
+@pytest.mark.parametrize("base", [MQA_MX_CASES[0], MQA_MX_CASES[1], MQA_FOLDED_CASES[0]], ids=str)
+def test_bits_of_other_formats_depend_on_no_order(base: MqaCase) -> None:
+    """Neither on that of threads nor on how the work is cut."""
+    inputs = base.make_inputs()
+    inside = inside_of(base, inputs)
+    wanted = bits(run(base, "emulator:sm90", inputs), inside)
+    for case, seed in ((replace(base, num_sms=1), 1), (replace(base, num_sms=8), 2)):
+        assert torch.equal(bits(run(case, "emulator:sm90", inputs, emulator=Emulator(seed=seed)), inside), wanted)
+
+
+@pytest.mark.parametrize("case, arch", card.CALLS, ids=str)
+def test_bits_are_those_of_the_card(case: card.Case, arch: str) -> None:
     """Against checksums recorded on an H200 by tests/emulator/record_card.py."""
     digest, checksums = card.recorded()
-    keys = card.keys(case, arch)
+    inputs = case.make_inputs()
+    keys = card.keys(case, inputs, arch)
     if not all(key in checksums for key in keys):
         pytest.skip("no card has been recorded for this Spec: run tests/emulator/record_card.py on one")
-    inputs = case.make_inputs()
-    found = []
     with installed(Emulator(), case.num_sms):
-        if case.metadata:
-            schedule = card.schedule_of(case, inputs.starts, inputs.ends, card.ARCHES[arch])
-            found.append(hashlib.sha256(schedule.numpy().tobytes()).hexdigest())
-        found.append(checksum(case, inputs, run_mqa(case, inputs, card.ARCHES[arch])))
+        found = card.checksums(case, inputs, card.ARCHES[arch])
     wanted = [checksums[key] for key in keys]
     if found != wanted and digest != card.include_digest():
         pytest.skip(
@@ -97,6 +131,22 @@ def test_bits_are_those_of_the_card(case: MqaCase, arch: str) -> None:
             f"({card.include_digest()[:12]}): run tests/emulator/record_card.py on one"
         )
     assert found == wanted
+
+
+def test_recorder_writes_what_the_comparison_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program for the card, with the emulator in its place."""
+    monkeypatch.setattr(card, "FILE", tmp_path / "checksums.json")
+    out = tmp_path / "recorded.json"
+    for case in (MQA_CASES[0], MQA_MX_CASES[3], MQA_FOLDED_CASES[1], PAGED_CASES[0]):
+        assert record_card.main(["--emulated", "--only", str(case), "--out", str(out)]) == 0
+        out.rename(card.FILE)
+        card.recorded.cache_clear()
+        digest, checksums = card.recorded()
+        arches = [arch for other, arch in card.CALLS if other == case]
+        wanted = [key for arch in arches for key in card.keys(case, case.make_inputs(), arch)]
+        assert digest == card.include_digest() and list(checksums) == wanted
+        assert len(wanted) == len(arches) * (1 + case.metadata)
+    card.recorded.cache_clear()
 
 
 BASE = MqaCase(num_q=19, num_kv=530, num_heads=64, head_dim=64, windows="ragged", seed=7)
@@ -240,7 +290,7 @@ def test_strided_inputs_and_output(arch: str, dtype: torch.dtype) -> None:
         windows[:, 0],
         windows[:, 2],
     )
-    for to, source in zip(vars(strided).values(), vars(inputs).values(), strict=True):
+    for to, source in zip(strided.tensors().values(), inputs.tensors().values(), strict=True):
         to.view(torch.uint8 if to.dtype == torch.float8_e4m3fn else to.dtype).copy_(
             source.view(torch.uint8) if source.dtype == torch.float8_e4m3fn else source
         )

@@ -54,16 +54,12 @@ def compiled(emulator_ready: None) -> Iterator[None]:  # noqa: F811
     yield
 
 
-def fenced(inputs: PagedInputs) -> PagedInputs:
-    return PagedInputs(**{name: None if x is None else guarded(x) for name, x in vars(inputs).items()})
-
-
 def run(
     case: PagedCase, arch: str, inputs: PagedInputs | None = None, *, emulator: Emulator | None = None
 ) -> Tensor:  # fmt: skip
     """The case on the emulator, its inputs between pages that fault."""
     with installed(emulator or Emulator(), case.num_sms):
-        return run_paged(case, fenced(inputs or case.make_inputs()), arch)
+        return run_paged(case, (inputs or case.make_inputs()).map(guarded), arch)
 
 
 def expected(case: PagedCase, inputs: PagedInputs) -> tuple[Tensor, Tensor]:
@@ -230,5 +226,5 @@ METADATA_CASES = [
 def test_schedule_is_that_of_the_cpu(case: PagedCase) -> None:
     inputs = case.make_inputs()
     with installed(Emulator(), case.num_sms):
-        schedule = paged_schedule(case, fenced(inputs), "emulator:sm89")
+        schedule = paged_schedule(case, inputs.map(guarded), "emulator:sm89")
     assert torch.equal(schedule, paged_schedule(case, inputs, "cpu"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,31 @@ def exact_values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> 
     return ((hash_bits(seed, *shape) % 256 - 128).to(torch.float32) / 64).to(dtype)
 
 
+def mx_values(format: str, seed: int, *shape: int) -> Tensor:
+    """Codes of rows of shape[-1] elements: float8_e4m3fn, or uint8 pairs of e2m1."""
+    if format == "mxfp4":
+        return (hash_bits(seed, *shape[:-1], shape[-1] // 2) % 256).to(torch.uint8)
+    return e4m3_values(seed, *shape)
+
+
+def mx_exponents(seed: int, values: Tensor, num_blocks: int) -> Tensor:
+    """int32 [..] of four bytes for the rows of `values`, some of whose blocks become zeros.
+
+    Of 16 rows about twelve have exponents of 127 +- 2, two have one block that lies 12 to 40 below the others, two
+    are near 2^-60 but for a block of zeros, whose exponent is 127 as quantizers write it.
+    """
+    rows = values.shape[:-1]
+    draw = hash_bits(seed, *rows)
+    kind, chosen = draw % 16, ((draw >> 4) % num_blocks)[..., None] == torch.arange(4)
+    exponents = 125 + hash_bits(seed + 1, *rows, 4) % 5
+    is_wide, is_tiny = (kind < 2)[..., None], ((kind == 2) | (kind == 3))[..., None]
+    exponents = torch.where(is_wide & chosen, 115 - ((draw >> 8) % 25)[..., None], exponents)
+    exponents = torch.where(is_tiny, torch.where(chosen, 127, exponents - 60), exponents)
+    blocks = values.view(torch.uint8).view(*rows, num_blocks, -1)
+    blocks[(is_tiny & chosen)[..., :num_blocks]] = 0
+    return exponents.to(torch.uint8).view(torch.int32).squeeze(-1)
+
+
 @dataclass(frozen=True)
 class MqaCase:
     """One call of fp8_fp4_mqa_logits."""
@@ -56,13 +81,20 @@ class MqaCase:
     num_sms: int = 3
     seed: int = 1
     special: bool = False  # NaN, infinities, huge and tiny values among the inputs
+    format: str = "fp8"  # or "mxfp8", "mxfp4"
+    reduction: str = "exact"  # or "folded"
 
     def __str__(self) -> str:
         words = [f"{self.num_q}x{self.num_kv}", f"h{self.num_heads}", f"d{self.head_dim}", self.clean, self.windows]
         words += [str(dtype).removeprefix("torch.") for dtype in (self.weights_dtype, self.logits_dtype)]
         words += [f"k{self.max_seqlen_k}"] * (self.max_seqlen_k > 0) + ["metadata"] * self.metadata
-        words += ["special"] * self.special
+        words += ["special"] * self.special + [self.format] * self.is_mx
+        words += [self.reduction] * (self.reduction != "exact")
         return "-".join([*words, f"sms{self.num_sms}"])
+
+    @property
+    def is_mx(self) -> bool:
+        return self.format != "fp8"
 
     def make_windows(self) -> tuple[Tensor, Tensor]:
         """starts, ends: int32 [num_q]; some outside of [0, num_kv], as callers may have them."""
@@ -81,6 +113,20 @@ class MqaCase:
 
     def make_inputs(self) -> MqaInputs:
         """The tensors of the call, on the CPU."""
+        return self._make_mx() if self.is_mx else self._make_fp8()
+
+    def _make_mx(self) -> MqaInputs:
+        q = mx_values(self.format, self.seed, self.num_q, self.num_heads, self.head_dim)
+        kv = mx_values(self.format, self.seed + 1, self.num_kv, self.head_dim)
+        num_blocks = self.head_dim // 32
+        q_scale = mx_exponents(self.seed + 3, q, num_blocks)
+        kv_scale = mx_exponents(self.seed + 5, kv, num_blocks)
+        q_scale.view(torch.uint8).view(self.num_q, self.num_heads, 4)[5::16, 0, 1 % num_blocks] = 0xFF
+        kv_scale.view(torch.uint8).view(self.num_kv, 4)[9::67, 0] = 0xFF
+        weights = exact_values(self.seed + 2, self.num_q, self.num_heads, dtype=self.weights_dtype)
+        return MqaInputs(q, kv, kv_scale, weights, *self.make_windows(), q_scale)
+
+    def _make_fp8(self) -> MqaInputs:
         scales = 2.0 ** (hash_bits(self.seed + 3, self.num_kv) % 5 - 2)
         inputs = MqaInputs(
             e4m3_values(self.seed, self.num_q, self.num_heads, self.head_dim),
@@ -114,10 +160,14 @@ class MqaInputs:
     weights: Tensor
     starts: Tensor
     ends: Tensor
+    q_scale: Tensor | None = None  # MX
 
-    def to(self, device: str) -> MqaInputs:
-        """The same on another device."""
-        return MqaInputs(*(tensor.to(device) for tensor in vars(self).values()))
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> MqaInputs:
+        """The same with the function's result for every tensor."""
+        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
 
 
 @contextmanager
@@ -134,17 +184,19 @@ def environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+def mqa_schedule(case: MqaCase, inputs: MqaInputs, arch: str) -> Tensor:
+    return deep_kernels.get_mqa_logits_metadata(inputs.starts, inputs.ends, case.num_kv, case.num_heads, arch=arch)
+
+
 def run_mqa(
     case: MqaCase, inputs: MqaInputs, arch: str, *, schedule: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """The call itself, by way of get_mqa_logits_metadata where the case asks for it."""
     if case.metadata and schedule is None:
-        schedule = deep_kernels.get_mqa_logits_metadata(
-            inputs.starts, inputs.ends, case.num_kv, case.num_heads, arch=arch
-        )
+        schedule = mqa_schedule(case, inputs, arch)
     with environment("DEEP_KERNELS_MQA_CLEAN", "deferred" if case.clean == "deferred" else "concurrent"):
         return deep_kernels.fp8_fp4_mqa_logits(
-            (inputs.q, None),
+            (inputs.q, inputs.q_scale),
             (inputs.kv, inputs.kv_scale),
             inputs.weights,
             inputs.starts,
@@ -153,22 +205,32 @@ def run_mqa(
             case.max_seqlen_k,
             case.logits_dtype,
             schedule,
+            reduction=case.reduction,
             out=out,
             arch=arch,
         )
 
 
-def checksum(case: MqaCase, inputs: MqaInputs, logits: Tensor) -> str:
-    """SHA-256 of what the op promises about the logits: windows, and -inf where it cleans. NaN is one value."""
-    logits = logits.cpu().contiguous()
-    if case.clean == "off":
-        column = torch.arange(logits.shape[1])
-        begin = inputs.starts.cpu().long().clamp(0, case.num_kv)[:, None]
-        end = inputs.ends.cpu().long().clamp(0, case.num_kv)[:, None]
-        token = column + begin if case.max_seqlen_k else column.expand(case.num_q, -1)
-        logits = torch.where((token >= begin) & (token < end), logits, torch.zeros((), dtype=logits.dtype))
-    logits = torch.where(torch.isnan(logits), torch.full((), torch.nan, dtype=logits.dtype), logits)
-    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+def inside_of(case: MqaCase, inputs: MqaInputs) -> Tensor:
+    """bool, shaped like the logits: the columns that are a logit of their row."""
+    column = torch.arange(case.max_seqlen_k or case.num_kv)
+    begin = inputs.starts.cpu().long().clamp(0, case.num_kv)[:, None]
+    end = inputs.ends.cpu().long().clamp(0, case.num_kv)[:, None]
+    token = column + begin if case.max_seqlen_k else column.expand(case.num_q, -1)
+    return (token >= begin) & (token < end)
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def logits_digest(logits: Tensor, promised: Tensor | None) -> str:
+    """Of the logits where the op promises something, everywhere if None. NaN is one value."""
+    logits = logits.cpu()
+    if promised is not None:
+        logits = torch.where(promised, logits, torch.zeros((), dtype=logits.dtype))
+    return digest(torch.where(torch.isnan(logits), torch.full((), torch.nan, dtype=logits.dtype), logits))
 
 
 def _mqa_cases() -> list[MqaCase]:
@@ -226,3 +288,23 @@ MQA_SPECIAL_CASES = [
     for num_heads in (16, 64, 128)
     for dtype in (torch.float32, torch.bfloat16)
 ]
+# Few kernels, since each takes seconds to compile: all formats, both sides of the head counts that differ most.
+MQA_MX_CASES = [
+    MqaCase(num_q=21, num_kv=517, num_heads=64, format="mxfp8", seed=400),
+    MqaCase(num_q=37, num_kv=600, num_heads=17, format="mxfp4", windows="full", clean="off", seed=410),
+    MqaCase(
+        num_q=9, num_kv=301, num_heads=128, head_dim=64, format="mxfp4", windows="causal", clean="deferred",
+        logits_dtype=torch.bfloat16, weights_dtype=torch.bfloat16, seed=420,
+    ),
+    MqaCase(
+        num_q=70, num_kv=255, num_heads=8, head_dim=32, format="mxfp8", max_seqlen_k=77, metadata=True, num_sms=8,
+        weights_dtype=torch.float16, seed=430,
+    ),
+]  # fmt: skip
+MQA_FOLDED_CASES = [
+    MqaCase(num_q=21, num_kv=517, num_heads=64, reduction="folded", seed=440),
+    MqaCase(
+        num_q=9, num_kv=600, num_heads=100, head_dim=64, reduction="folded", windows="full", metadata=True,
+        logits_dtype=torch.bfloat16, clean="deferred", seed=450,
+    ),
+]  # fmt: skip

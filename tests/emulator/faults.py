@@ -15,6 +15,8 @@ SM89 = "kernels/mqa_logits_sm89.cuh"
 _PARTS = {SM90: (SM90, "kernels/mqa_math_sm90.cuh", "kernels/mqa_unit_sm90.cuh")}
 TILE = "kernels/mqa_logits_tile.cuh"
 SCHEDULE = "kernels/mqa_schedule.cuh"
+REBASE = "kernels/mqa_rebase.cuh"
+FOLD = "kernels/mqa_fold.cuh"
 LAYOUT = "tile/layout.cuh"
 FRAGMENTS = "tile/fragments.cuh"
 
@@ -22,6 +24,10 @@ _PLAIN = MqaCase(num_q=21, num_kv=700, num_heads=64, head_dim=128, windows="caus
 _DEFERRED = MqaCase(num_q=21, num_kv=700, num_heads=64, head_dim=128, windows="causal", clean="deferred")
 _ODD_HEADS = MqaCase(num_q=11, num_kv=300, num_heads=9, head_dim=64)
 _ALL_HEADS = MqaCase(num_q=5, num_kv=300, num_heads=128, head_dim=64)
+_MXFP8 = MqaCase(num_q=9, num_kv=300, head_dim=64, format="mxfp8", num_sms=1)
+_MXFP8_UNITS = MqaCase(num_q=35, num_kv=60, head_dim=64, format="mxfp8", num_sms=1, windows="full")  # more than slots
+_MXFP4 = MqaCase(num_q=9, num_kv=301, num_heads=128, head_dim=64, format="mxfp4")
+_FOLDED = MqaCase(num_q=21, num_kv=517, reduction="folded", windows="full")
 
 
 @dataclass(frozen=True)
@@ -288,6 +294,76 @@ FAULTS = [
         "  find_run<S>(args, smem.schedule);\n",
         "  smem.schedule.cut_block[0] = 0;\n  find_run<S>(args, smem.schedule);\n",
         "direct-access", ("plain pointer",),
+    ),
+    # --- MX formats
+    _fault(
+        "no proxy fence behind rebased query rows", "sm90", SM90, "    ptx::fence_proxy_async();\n", "",
+        "proxy-fence", ("wgmma",), _MXFP8,
+    ),
+    _fault(
+        "no group barrier behind rebased query rows", "sm90", SM90,
+        "    ptx::fence_proxy_async();\n    ptx::barrier_sync(barrier, kMqaGroupRows);\n",
+        "    ptx::fence_proxy_async();\n", "race proxy-fence uninitialized", ("math",), _MXFP8,
+    ),
+    _fault(
+        "packed query rows overwritten before all are read", "sm90", SM90,
+        "    if constexpr (kExpands) ptx::barrier_sync(barrier, kMqaGroupRows);  // all packed rows are read\n", "",
+        "race", ("swizzled_offset<S.query_row_bytes()>", "nothing orders"), _MXFP4,
+    ),
+    Fault(
+        "a stage posted before it says which groups it fills",
+        "sm90",
+        (
+            Edit(SM90, "      if constexpr (S.is_mx())\n        ptx::store_shared_i32(ptx::smem_addr(&smem.mx.full_",
+                 "      ptx::mbarrier_arrive_expect_tx(filled, kBytes);\n"
+                 "      if constexpr (S.is_mx())\n        ptx::store_shared_i32(ptx::smem_addr(&smem.mx.full_"),
+            Edit(SM90, "groups_inside<S>(unit, row));\n      ptx::mbarrier_arrive_expect_tx(filled, kBytes);\n",
+                 "groups_inside<S>(unit, row));\n"),
+        ),
+        ("race", "uninitialized"),
+        ("full_groups",),
+        _MXFP8,
+    ),
+    _fault(
+        "lane 0 of the kv warp ahead of the others", "sm90", SM90,
+        "    if constexpr (S.is_mx()) ptx::sync_warp();  // all lanes have read the unit before lane 0 goes on\n", "",
+        "race", ("(kv), lane", "nothing orders"), _MXFP8_UNITS,
+    ),
+    _fault(
+        "exponents of query rows beyond the last", "sm90", TILE,
+        "if (row >= args.num_q || head >= args.num_heads) return mx_shared_exponent(kMxBias);",
+        "if (head >= args.num_heads) return mx_shared_exponent(kMxBias);", "bounds", ("q scale",), _MXFP8,
+    ),
+    _fault(
+        "kv rows beyond the last rebased", "sm90", REBASE, "in_step < kRows && row < args.num_rows",
+        "in_step < kRows", "bounds", ("mqa_rebase",), _MXFP8,
+    ),
+    # --- the folded reduction
+    _fault(
+        "digits of one group in another's place", "sm90", SM90,
+        "rows + (group * S.group_rows() + kMqaGroupRows) * S.head_dim",
+        "rows + (group / 2 * S.group_rows() + kMqaGroupRows) * S.head_dim",
+        "pending-async", ("overwrites shared memory", "maps.folded"), _FOLDED,
+    ),
+    _fault(
+        "digits over the octet before theirs", "sm90", SM90,
+        "rows + (group * S.group_rows() + kMqaGroupRows) * S.head_dim",
+        "rows + (group * S.group_rows() + kMqaGroupRows - 8) * S.head_dim",
+        "pending-async", ("overwrites shared memory", "maps.folded"), _FOLDED,
+    ),
+    _fault(
+        "digits not among the bytes of the queries", "sm90", SM90,
+        "ptx::mbarrier_arrive_expect_tx(query_filled, S.query_load_bytes());",
+        "ptx::mbarrier_arrive_expect_tx(query_filled, kMqaGroups * kMqaGroupRows * S.head_dim);",
+        "mbarrier", ("query_filled", "bytes"), _FOLDED,
+    ),
+    _fault(
+        "query rows beyond the last folded", "sm90", FOLD, "  if (row >= logits.num_q) return;  // the whole warp\n",
+        "", "bounds", ("mqa_fold",), _FOLDED,
+    ),
+    _fault(
+        "digit rows half as far apart", "sm90", FOLD, "i64{row} * S.folded_rows() * S.head_dim + lane * 16",
+        "i64{row} * S.folded_rows() / 2 * S.head_dim + lane * 16", "race", ("workspace",), _FOLDED,
     ),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,6 +132,18 @@ class PagedInputs:
     block_table: Tensor
     indices: Tensor | None
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> PagedInputs:
+        """The same with the function's result for every tensor."""
+        return PagedInputs(**{name: None if x is None else function(x) for name, x in vars(self).items()})
+
+
+def paged_inside_of(case: PagedCase, inputs: PagedInputs) -> Tensor:
+    """bool, shaped like the logits: the columns that lie in the context of their row."""
+    lens = inputs.context_lens.cpu().long()
+    if lens.dim() == 1:
+        lens = lens[:, None] + torch.arange(case.next_n) - (case.next_n - 1)
+    return torch.arange(case.width) < lens.flatten()[:, None]
+
 
 def paged_schedule(case: PagedCase, inputs: PagedInputs, arch: str) -> Tensor:
     return deep_kernels.get_paged_mqa_logits_metadata(
@@ -164,7 +177,7 @@ def _paged_cases() -> list[PagedCase]:
     """All formats with all paddings of the head count; the rest of the fields goes round, head dims too."""
     floats = (torch.float32, torch.bfloat16, torch.float16)
     rows = ((1, "1d"), (2, "1d"), (1, "indices"), (3, "2d"), (4, "1d"), (1, "2d"), (5, "2d"))
-    cases = []
+    cases: list[PagedCase] = []
     for i, format in enumerate(FORMATS):
         for j, num_heads in enumerate((1, 8, 17, 32, 64, 128)):
             k = len(cases)
