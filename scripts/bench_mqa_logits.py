@@ -213,24 +213,26 @@ def plot(about: dict[str, Any], path: Path) -> None:
 
     plain = [result for result in about["results"] if is_plain(result)]
     others = [result for result in about["results"] if not is_plain(result)]
-    named = ((plain, list(LEGEND)), (others, ["fp8_peak", BEST, "fp8", "causal"]))
+    legend = {name: name for row in about["results"] for name in row["variants"] if name != "metadata"} | LEGEND
+    named = ((plain, list(legend)), (others, ["fp8_peak", BEST, "fp8", "causal"]))
     panels = [(rows, names) for rows, names in named if rows]
     figure, all_axes = pyplot.subplots(
         len(panels), figsize=(11, 4.8 * len(panels)), constrained_layout=True, squeeze=False
     )
     for axes, (rows, names) in zip(all_axes[:, 0], panels, strict=True):
-        plot_bars(axes, rows, [name for name in names if any(name in row["variants"] for row in rows)])
+        plot_bars(axes, rows, legend, [name for name in names if any(name in row["variants"] for row in rows)])
     all_axes[0, 0].set_title(f"fp8_fp4_mqa_logits on {about['card']}; FP8 and causal windows unless said")
     all_axes[-1, 0].set_xlabel("query / kv tokens, heads, head_dim, logits")
     figure.savefig(path, dpi=150)
 
 
-def plot_bars(axes: Any, results: list[dict[str, Any]], names: list[str]) -> None:
+def plot_bars(axes: Any, results: list[dict[str, Any]], legend: Mapping[str, str], names: list[str]) -> None:
+    """A name has the same colour in every panel: that of its place in the legend."""
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         heights = [result["variants"].get(name, {}).get("tflops", math.nan) for result in results]
         places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(results))]
-        axes.bar(places, heights, width, label=LEGEND[name], color=f"C{list(LEGEND).index(name)}")
+        axes.bar(places, heights, width, label=legend[name], color=f"C{list(legend).index(name)}")
     axes.set_xticks(range(len(results)), [result["label"].replace(" ", "\n") for result in results], fontsize=8)
     axes.set_ylabel("useful TFLOPS (median)")
     axes.set_ylim(0, 1800)

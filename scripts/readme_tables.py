@@ -31,9 +31,9 @@ def mqa_section(results: dict[str, Any]) -> list[str]:
     }
     kept = [title for title, is_there in optional.items() if is_there]
     text = (
-        f"MQA logits, cleaning included, {results['card']}, torch {results['torch']}; FP8 and causal windows unless the "
-        "row says otherwise. TFLOPS of useful work, and their share of `fp8_peak` (torch._scaled_mm 8192^3 in the same "
-        "process)."
+        f"MQA logits, cleaning included, {results['card']}, torch {results['torch']}; FP8 and causal windows unless "
+        "the row says otherwise. TFLOPS of useful work, and their share of `fp8_peak` (torch._scaled_mm 8192^3 in the "
+        "same process)."
     )
     if any("time_of_fp8" in one[BEST] for one in variants):
         text += " Times of MX formats hold their pre-passes; blocks of a row differ by 2^-4 to 2^4."
