@@ -188,11 +188,13 @@ def print_row(result: dict[str, Any]) -> None:
 
 LEGEND = {
     "fp8_peak": "torch._scaled_mm, 8192^3",
-    "clean1_meta1": "cleaned, with a schedule",
+    BEST: "cleaned, with a schedule",
     "clean1_meta0": "cleaned",
     "clean0_meta1": "not cleaned, with a schedule",
     "clean0_meta0": "not cleaned",
     FOLDED: "cleaned, with a schedule, folded",
+    "fp8": "FP8 at that shape",
+    "causal": "causal windows at that shape",
 }
 
 
@@ -203,28 +205,40 @@ def is_plain(result: dict[str, Any]) -> bool:
 
 
 def plot(about: dict[str, Any], path: Path) -> None:
+    """Rows of FP8 and causal windows with all their variants; below them the others beside what they compare with."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    results = [result for result in about["results"] if is_plain(result)]
-    names = [name for name in dict.fromkeys(name for one in results for name in one["variants"]) if name != "metadata"]
-    figure, axes = pyplot.subplots(figsize=(11, 4.8), constrained_layout=True)
+    plain = [result for result in about["results"] if is_plain(result)]
+    others = [result for result in about["results"] if not is_plain(result)]
+    legend = {name: name for row in about["results"] for name in row["variants"] if name != "metadata"} | LEGEND
+    named = ((plain, list(legend)), (others, ["fp8_peak", BEST, "fp8", "causal"]))
+    panels = [(rows, names) for rows, names in named if rows]
+    figure, all_axes = pyplot.subplots(
+        len(panels), figsize=(11, 4.8 * len(panels)), constrained_layout=True, squeeze=False
+    )
+    for axes, (rows, names) in zip(all_axes[:, 0], panels, strict=True):
+        plot_bars(axes, rows, legend, [name for name in names if any(name in row["variants"] for row in rows)])
+    all_axes[0, 0].set_title(f"fp8_fp4_mqa_logits on {about['card']}; FP8 and causal windows unless said")
+    all_axes[-1, 0].set_xlabel("query / kv tokens, heads, head_dim, logits")
+    figure.savefig(path, dpi=150)
+
+
+def plot_bars(axes: Any, results: list[dict[str, Any]], legend: Mapping[str, str], names: list[str]) -> None:
+    """A name has the same colour in every panel: that of its place in the legend."""
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         heights = [result["variants"].get(name, {}).get("tflops", math.nan) for result in results]
         places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(results))]
-        axes.bar(places, heights, width, label=LEGEND.get(name, name))
-    axes.set_xticks(range(len(results)), [result["label"].replace(" ", "\n", 1) for result in results], fontsize=9)
-    axes.set_xlabel("query / kv tokens, heads, head_dim, logits")
+        axes.bar(places, heights, width, label=legend[name], color=f"C{list(legend).index(name)}")
+    axes.set_xticks(range(len(results)), [result["label"].replace(" ", "\n") for result in results], fontsize=8)
     axes.set_ylabel("useful TFLOPS (median)")
     axes.set_ylim(0, 1800)
-    axes.set_title(f"fp8_fp4_mqa_logits, FP8, causal windows, on {about['card']}")
-    axes.legend(ncols=len(names), fontsize=8, loc="upper center")
+    axes.legend(ncols=3, fontsize=8, loc="upper center")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    figure.savefig(path, dpi=150)
 
 
 def main() -> int:

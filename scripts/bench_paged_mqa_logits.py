@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Times fp8_fp4_paged_mqa_logits against what the card reads from memory, in one process.
 
-    python scripts/bench_paged_mqa_logits.py --out benchmarks/results/paged_mqa_logits.json
+    python scripts/bench_paged_mqa_logits.py --out benchmarks/results/paged_mqa_logits.json \\
+        --plot benchmarks/results/paged_mqa_logits.png
 
 Contexts are uniform in 0.7 to 1.3 of the mean, pages of 64 tokens lie at random. Bytes = those of the kv tokens that
 are seen, with their scales, and 4 per logit. Two ways of timing, both from CUDA graphs whose second replay is timed:
@@ -17,6 +18,7 @@ import gc
 import importlib
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -262,6 +264,39 @@ def print_row(result: dict[str, Any]) -> None:
     print(" | ".join(cells), flush=True)
 
 
+def plot(about: dict[str, Any], path: Path) -> None:
+    """The share of read_bw, rotating, with a schedule: formats side by side, a panel for every number of heads."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = [Shape(**result["shape"]) for result in about["results"]]
+    share = {
+        shape: result["rotating"]["schedule"]["of_read_bw"]
+        for shape, result in zip(shapes, about["results"], strict=True)
+    }
+    heads = list(dict.fromkeys(shape.num_heads for shape in shapes))
+    names = list(dict.fromkeys(shape.format for shape in shapes))
+    figure, panels = pyplot.subplots(len(heads), figsize=(11, 3.6 * len(heads)), constrained_layout=True, squeeze=False)
+    width = 0.8 / len(names)
+    for axes, num_heads in zip(panels[:, 0], heads, strict=True):
+        rows = list(dict.fromkeys(replace(shape, format="fp8") for shape in shapes if shape.num_heads == num_heads))
+        for i, name in enumerate(names):
+            heights = [share.get(replace(row, format=name), math.nan) for row in rows]
+            places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(rows))]
+            axes.bar(places, heights, width, label=name.upper())
+        axes.set_xticks(range(len(rows)), [f"B{row.batch} L{row.mean_context}\nn{row.next_n}" for row in rows])
+        axes.set_ylabel(f"share of read_bw, {num_heads} heads")
+        axes.set_ylim(0, 1)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    panels[0, 0].set_title(f"fp8_fp4_paged_mqa_logits, pages that come from memory, on {about['card']}")
+    panels[0, 0].legend(ncols=len(names), loc="upper left")
+    panels[-1, 0].set_xlabel("requests, mean context, next_n")
+    figure.savefig(path, dpi=150)
+
+
 def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
     """A parser of comma-separated words, each one of the known."""
 
@@ -278,11 +313,18 @@ def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON of all figures")
+    parser.add_argument("--plot", type=Path, help="PNG of shares against shape")
+    parser.add_argument("--replot", type=Path, metavar="JSON", help="measure nothing, plot earlier figures")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--rows", type=int, default=len(ROWS), help="only the first rows of the table")
     parser.add_argument("--heads", type=words_of(("32", "64", "128")), default=["64", "32"], help="64,32")
     parser.add_argument("--formats", type=words_of(formats.FORMATS), default=list(formats.FORMATS), help="fp8,mxfp8")
     args = parser.parse_args()
+    if args.replot:
+        if not args.plot:
+            parser.error("--replot needs --plot")
+        plot(json.loads(args.replot.read_text()), args.plot)
+        return 0
     if not torch.cuda.is_available():
         print("bench_paged_mqa_logits: a CUDA device is needed, torch sees none", file=sys.stderr)
         return 2
@@ -297,10 +339,13 @@ def main() -> int:
         print_row(results[-1])
         gc.collect()
         torch.cuda.empty_cache()
+    about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
     if args.out:
-        about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(about, indent=1) + "\n")
+    if args.plot:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        plot(about, args.plot)
     return 0
 
 

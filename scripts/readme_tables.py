@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- speed: made by scripts/readme_tables.py from benchmarks/results -->\n"
 END = "<!-- /speed -->"
 BEST, FOLDED = "clean1_meta1", "clean1_meta1_folded"  # variants of scripts/bench_mqa_logits.py
+PAGED_BEST = "schedule"  # of scripts/bench_paged_mqa_logits.py
 
 
 def load(name: str) -> dict[str, Any]:
@@ -22,55 +23,77 @@ def load(name: str) -> dict[str, Any]:
 
 def mqa_section(results: dict[str, Any]) -> list[str]:
     rows = results["results"]
-    mx = [row for row in rows if "time_of_fp8" in row["variants"][BEST]]
-    windows = [row for row in rows if "of_causal" in row["variants"][BEST]]
-    plain = [row for row in rows if row not in mx and row not in windows]
-    lines = [
-        f"MQA logits, FP8, causal windows, cleaning included, {results['card']}, torch {results['torch']}; TFLOPS of "
-        "useful work, and the share of `fp8_peak` (torch._scaled_mm 8192^3 in the same process).",
+    variants = [row["variants"] for row in rows]
+    optional = {
+        "sustained": any("sustained_tflops" in one[BEST] for one in variants),
+        "folded, of fp8_peak": any(FOLDED in one for one in variants),
+        "of FP8, causal": any(of_plain(one) is not None for one in variants),
+    }
+    kept = [title for title, is_there in optional.items() if is_there]
+    text = (
+        f"MQA logits, cleaning included, {results['card']}, torch {results['torch']}; FP8 and causal windows unless "
+        "the row says otherwise. TFLOPS of useful work, and their share of `fp8_peak` (torch._scaled_mm 8192^3 in the "
+        "same process)."
+    )
+    if any("time_of_fp8" in one[BEST] for one in variants):
+        text += " Times of MX formats hold their pre-passes; blocks of a row differ by 2^-4 to 2^4."
+    if optional["of FP8, causal"]:
+        text += " The last column is the rate against that of FP8 and causal windows at the same shape, same process."
+    titles = ["queries / kv, heads, head_dim, logits", "us", "TFLOPS", "of fp8_peak", "without schedule, us"]
+    lines = [titles + kept, *(mqa_cells(row, kept) for row in rows)]
+    return [text, "", *table(lines), "", "![TFLOPS against shape](benchmarks/results/mqa_logits.png)", ""]
+
+
+def mqa_cells(row: dict[str, Any], kept: list[str]) -> list[str]:
+    best, derived, folded = (row["variants"].get(name) for name in (BEST, "clean1_meta0", FOLDED))
+    cells = [row["label"], f"{best['median_us']:.0f}", f"{best['tflops']:.0f}", f"{best['of_fp8_peak']:.2f}"]
+    optional = {
+        "sustained": (best.get("sustained_tflops"), ".0f"),
+        "folded, of fp8_peak": (folded and folded["of_fp8_peak"], ".2f"),
+        "of FP8, causal": (of_plain(row["variants"]), ".2f"),
+    }
+    return [*cells, f"{derived['median_us']:.0f}", *(shown(*optional[title]) for title in kept)]
+
+
+def of_plain(variants: dict[str, Any]) -> float | None:
+    """The rate against that of FP8 and causal windows; None for those themselves."""
+    best = variants[BEST]
+    return 1 / best["time_of_fp8"] if "time_of_fp8" in best else best.get("of_causal")
+
+
+def paged_section(results: dict[str, Any]) -> list[str]:
+    """A line for every shape, formats side by side."""
+    rows = results["results"]
+    formats = list(dict.fromkeys(row["shape"]["format"] for row in rows))
+    by_shape: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        by_shape.setdefault(row["label"].split(" ", 1)[1], {})[row["shape"]["format"]] = row["rotating"]
+    titles = ["requests, mean context, next_n, heads"]
+    titles += [title for format in formats for title in (f"{format.upper()}, us", "of read_bw")]
+    lines = [[*titles, "metadata, us"]]
+    for label, found in by_shape.items():
+        cells = [label]
+        for format in formats:
+            entry = found.get(format, {}).get(PAGED_BEST, {})
+            cells += [shown(entry.get("median_us"), ".1f"), shown(entry.get("of_read_bw"), ".2f")]
+        metadata = next(iter(found.values()))["metadata"]["median_us"]
+        lines.append([*cells, f"{metadata:.1f}"])
+    return [
+        f"Paged MQA logits with a schedule, float32 logits, head_dim 128, {results['card']}, torch {results['torch']}. "
+        "Contexts lie between 0.7 and 1.3 of their mean, in random pages of 64 tokens that come from memory: launches "
+        "of a CUDA graph take turns on different pages. The share is that of bytes a second (kv tokens with their "
+        "scales read once, logits written) in those of `read_bw` (a large tensor read in the same process); a token "
+        "has 132 bytes, with MXFP4 68. The last column is what making the schedule takes.",
         "",
-        *plain_table(plain),
+        *table(lines),
+        "",
+        "![share of the read bandwidth against shape](benchmarks/results/paged_mqa_logits.png)",
         "",
     ]
-    if mx:
-        lines += [
-            "MX formats, pre-passes included, against FP8 in the same process; blocks of a row differ by 2^-4 to 2^4.",
-            "",
-            *ratio_table(mx, "format", "time_of_fp8", "time of FP8's"),
-            "",
-        ]
-    if windows:
-        lines += [
-            "FP8 with other windows, against the TFLOPS of causal ones in the same process.",
-            "",
-            *ratio_table(windows, "windows", "of_causal", "of causal"),
-            "",
-        ]
-    return [*lines, "![TFLOPS against shape](benchmarks/results/mqa_logits.png)", ""]
 
 
-def plain_table(rows: list[dict[str, Any]]) -> list[str]:
-    """The column of folded sums only where some row has one."""
-    has_folded = any(FOLDED in row["variants"] for row in rows)
-    titles = ["queries / kv, heads, head_dim, logits", "us", "TFLOPS", "of fp8_peak", "sustained"]
-    lines = [[*titles, "without schedule, us", *["folded, of fp8_peak"] * has_folded]]
-    for row in rows:
-        best, plain, folded = (row["variants"].get(name) for name in (BEST, "clean1_meta0", FOLDED))
-        sustained = best.get("sustained_tflops")
-        cells = [row["label"], f"{best['median_us']:.0f}", f"{best['tflops']:.0f}", f"{best['of_fp8_peak']:.2f}"]
-        cells += [f"{sustained:.0f}" if sustained else "-", f"{plain['median_us']:.0f}"]
-        lines.append(cells + [f"{folded['of_fp8_peak']:.2f}" if folded else "-"] * has_folded)
-    return table(lines)
-
-
-def ratio_table(rows: list[dict[str, Any]], field: str, ratio: str, title: str) -> list[str]:
-    lines = [["queries / kv, heads, head_dim, logits", field, "us", "TFLOPS", title, "without schedule"]]
-    for row in rows:
-        best, plain = row["variants"][BEST], row["variants"]["clean1_meta0"]
-        word = row["shape"][field]
-        cells = [row["label"].removesuffix(f" {word}"), word, f"{best['median_us']:.0f}", f"{best['tflops']:.0f}"]
-        lines.append([*cells, f"{best[ratio]:.2f}", f"{plain[ratio]:.2f}"])
-    return table(lines)
+def shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def table(lines: list[list[str]]) -> list[str]:
@@ -97,7 +120,8 @@ def main() -> int:
     text = readme.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END, 1)[1]
-    section = "\n".join([*mqa_section(load("mqa_logits.json")), *runtime_section(load("runtime.json"))])
+    dense, paged, runtime = (load(f"{name}.json") for name in ("mqa_logits", "paged_mqa_logits", "runtime"))
+    section = "\n".join([*mqa_section(dense), *paged_section(paged), *runtime_section(runtime)])
     updated = f"{before}{BEGIN}\n{section}{END}{after}"
     if updated == text:
         return 0

@@ -114,24 +114,35 @@ def test_figures_of_rows(results: dict[str, Any], capsys: pytest.CaptureFixture[
     assert "time_of_fp8 1.034" in text and "clean1_meta1_folded 70.0 us" in text and "metadata 8.0 us" in text
 
 
-def test_tables_of_rows(results: dict[str, Any]) -> None:
-    lines = tables.mqa_section(json.loads(json.dumps(results)))
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_table_of_rows(results: dict[str, Any]) -> None:
+    text, _, header, _, *lines = tables.mqa_section(json.loads(json.dumps(results)))
+    titles, rows = cells(header), {cells(line)[0]: cells(line)[1:] for line in lines if line.startswith("|")}
+    assert titles[4:] == ["without schedule, us", "folded, of fp8_peak", "of FP8, causal"]
+    assert {len(row) + 1 for row in rows.values()} == {len(titles)}
     best = results["results"][0]["variants"]["clean1_meta1"]
     folded = results["results"][0]["variants"]["clean1_meta1_folded"]
-    wanted = f"| 24/384 H8 D128 f32 | 91 | {best['tflops']:.0f} | {best['of_fp8_peak']:.2f} | - | 101 "
-    assert lines.count(f"{wanted}| {folded['of_fp8_peak']:.2f} |") == 1
-    (mxfp4,) = (line for line in lines if "| mxfp4 |" in line)
-    assert mxfp4.startswith("| 24/384 H8 D128 f32 | mxfp4 | 91 |") and mxfp4.endswith("| 1.03 | 1.15 |")
-    assert sum("| ragged |" in line for line in lines) == 1
-    widths = {line.count("|") for line in lines if line.startswith("|")}
-    assert len(widths) == 2, "every line of a table has as many cells as its header"
+    figures = ["91", f"{best['tflops']:.0f}", f"{best['of_fp8_peak']:.2f}", "101", f"{folded['of_fp8_peak']:.2f}", "-"]
+    assert rows["24/384 H8 D128 f32"] == figures
+    assert rows["24/384 H8 D128 f32 mxfp4"][-1] == "0.97"  # 88 us of FP8 in 91
+    ragged = results["results"][-1]["variants"]["clean1_meta1"]["of_causal"]
+    assert rows["24/384 H8 D128 f32 ragged"][-2:] == ["-", f"{ragged:.2f}"]
+    assert len(rows) == 4 and "pre-passes" in text and "last column" in text
 
 
-def test_no_table_without_rows(results: dict[str, Any]) -> None:
+def test_no_column_without_figures(results: dict[str, Any]) -> None:
     results["results"] = results["results"][:1]
-    del results["results"][0]["variants"]["clean1_meta1_folded"]
-    text = "\n".join(tables.mqa_section(results))
-    assert "MX" not in text and "other windows" not in text and "folded" not in text
+    variants = results["results"][0]["variants"]
+    del variants["clean1_meta1_folded"]
+    text, _, header, *_ = tables.mqa_section(results)
+    assert "MX" not in text and "last column" not in text
+    assert cells(header)[-1] == "without schedule, us"
+    variants["clean1_meta1"]["sustained_tflops"] = 12.0
+    _, _, header, _, line, *_ = tables.mqa_section(results)
+    assert cells(header)[-1] == "sustained" and cells(line)[-1] == "12"
 
 
 def test_the_readme_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:

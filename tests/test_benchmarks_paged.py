@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from script import load
+from script import ROOT, load
 
 from deep_kernels import formats
 
 bench = load("bench_paged_mqa_logits")
+tables = load("readme_tables")
 
 SMALL = bench.Shape(batch=3, mean_context=200, next_n=2, num_heads=8)
 
@@ -103,3 +104,39 @@ def test_rows_can_be_chosen(
     monkeypatch.setattr(bench.Shape, "refusal", lambda self: "no kernel for it")
     assert bench.main() == 0
     assert capsys.readouterr().out.count("left out: no kernel for it") == len(benched)
+
+
+def made_up(shape: Any, us: float, share: float) -> dict[str, Any]:
+    rotating = {"schedule": {"median_us": us, "of_read_bw": share}, "metadata": {"median_us": 2.5}}
+    return {"shape": vars(shape), "label": shape.label, "rotating": rotating}
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    """Two shapes, one of them in a single format."""
+    mxfp8 = replace(SMALL, format="mxfp8")
+    rows = [made_up(SMALL, 20.04, 0.5), made_up(mxfp8, 30.06, 0.25), made_up(replace(mxfp8, num_heads=32), 7, 0.75)]
+    return {"card": "a card", "torch": "2.x", "results": rows}
+
+
+def test_table_of_rows(results: dict[str, Any]) -> None:
+    lines = [line for line in tables.paged_section(results) if line.startswith("|")]
+    assert lines[0].endswith("| FP8, us | of read_bw | MXFP8, us | of read_bw | metadata, us |")
+    assert lines[2:] == [
+        "| B3 L200 n2 H8 | 20.0 | 0.50 | 30.1 | 0.25 | 2.5 |",
+        "| B3 L200 n2 H32 | - | - | 7.0 | 0.75 | 2.5 |",
+    ]
+
+
+def test_results_can_be_plotted(results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    bench.plot(results, tmp_path / "made_up.png")
+    assert (tmp_path / "made_up.png").stat().st_size > 10_000
+    kept = ROOT / "benchmarks" / "results" / "paged_mqa_logits.json"
+    words = ["bench_paged_mqa_logits.py", "--replot", str(kept), "--plot", str(tmp_path / "kept.png")]
+    monkeypatch.setattr("sys.argv", words)
+    assert bench.main() == 0
+    assert (tmp_path / "kept.png").stat().st_size > 10_000
+    monkeypatch.setattr("sys.argv", words[:3])
+    with pytest.raises(SystemExit):
+        bench.main()

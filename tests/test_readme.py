@@ -31,9 +31,16 @@ def commands() -> list[list[str]]:
     return [line[3:] for line in words if line[:3] == ["python", "-m", "deep_kernels"]]
 
 
-def test_the_snippet_of_the_op_runs() -> None:
+def after(count: int) -> dict[str, Any]:
+    """The names that the first snippets of Python leave."""
     names: dict[str, Any] = {}
-    exec(fenced(ROOT / "README.md", "python")[0], names)
+    for snippet in fenced(ROOT / "README.md", "python")[:count]:
+        exec(snippet, names)
+    return names
+
+
+def test_the_snippet_of_the_op_runs() -> None:
+    names = after(1)
     logits, start, end = names["logits"], names["start"], names["end"]
     assert logits.shape == (names["num_q"], names["num_kv"])
     columns = torch.arange(names["num_kv"], dtype=torch.int32)
@@ -42,20 +49,25 @@ def test_the_snippet_of_the_op_runs() -> None:
     assert bool((logits[~inside] == -torch.inf).all())
 
 
+def test_the_snippets_of_other_formats_and_folded_sums_run() -> None:
+    names = after(3)
+    assert names["q_mx"].shape == (names["num_q"], names["num_heads"], names["head_dim"] // 2)
+    assert torch.equal(names["mx_logits"].isfinite(), names["logits"].isfinite())
+    assert torch.equal(names["folded"], names["logits"]), "on the CPU folded means exact"
+
+
 def test_the_snippet_of_the_paged_op_runs() -> None:
-    names: dict[str, Any] = {}
-    dense, paged, _ = fenced(ROOT / "README.md", "python")
-    exec(dense + paged, names)
-    logits, lens = names["logits"], names["lens"]
-    assert torch.equal(logits.isfinite().sum(dim=1), lens)
-    # The same tokens as in the dense snippet, whose first row sees fewer of them.
-    assert torch.equal(logits[0, :700], names["dk"].fp8_fp4_mqa_logits(
-        (names["q"], None), (names["kv"], names["kv_scale"]), names["weights"], names["start"], names["end"]
-    )[0, :700])  # fmt: skip
+    names = after(4)
+    for paged in ("paged_logits", "mx_paged"):
+        assert names[paged].shape == (2, 1024)
+    assert torch.equal(names["paged_logits"].isfinite().sum(dim=1), names["lens"])
+    # The same tokens as in the dense snippets, whose first row sees more of them.
+    assert torch.equal(names["paged_logits"][0, :700], names["logits"][0, :700])
+    assert torch.equal(names["mx_paged"][0, :700], names["mx_logits"][0, :700])
 
 
 def test_the_snippet_that_compiles_ahead_runs(no_settings: Path, nvrtc: tuple[str, str]) -> None:
-    ahead = fenced(ROOT / "README.md", "python")[2]
+    *_, ahead = fenced(ROOT / "README.md", "python")
     exec(ahead, {"dk": deep_kernels})
     assert len(list(no_settings.glob("*.dk"))) == 2  # the logits and their schedule
 
