@@ -39,8 +39,8 @@ def exact_values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> 
     return ((hash_bits(seed, *shape) % 256 - 128).to(torch.float32) / 64).to(dtype)
 
 
-def mx_values(format: str, seed: int, *shape: int) -> Tensor:
-    """Codes of rows of shape[-1] elements: float8_e4m3fn, or uint8 pairs of e2m1."""
+def row_values(format: str, seed: int, *shape: int) -> Tensor:
+    """Codes of rows of shape[-1] elements: float8_e4m3fn, or for mxfp4 uint8 pairs of e2m1."""
     if format == "mxfp4":
         return (hash_bits(seed, *shape[:-1], shape[-1] // 2) % 256).to(torch.uint8)
     return e4m3_values(seed, *shape)
@@ -116,8 +116,8 @@ class MqaCase:
         return self._make_mx() if self.is_mx else self._make_fp8()
 
     def _make_mx(self) -> MqaInputs:
-        q = mx_values(self.format, self.seed, self.num_q, self.num_heads, self.head_dim)
-        kv = mx_values(self.format, self.seed + 1, self.num_kv, self.head_dim)
+        q = row_values(self.format, self.seed, self.num_q, self.num_heads, self.head_dim)
+        kv = row_values(self.format, self.seed + 1, self.num_kv, self.head_dim)
         num_blocks = self.head_dim // 32
         q_scale = mx_exponents(self.seed + 3, q, num_blocks)
         kv_scale = mx_exponents(self.seed + 5, kv, num_blocks)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import deep_kernels
 
-from .cases import e4m3_values, exact_values, hash_bits
+from .cases import exact_values, hash_bits, row_values
 
 FORMATS = ("fp8", "mxfp8", "mxfp4")
 SPARE_PAGES = 2  # of the cache, that no request has
@@ -53,9 +53,7 @@ class PagedCase:
         return (127 - self.spread + hash_bits(seed, *shape, 4) % (2 * self.spread + 1)).to(torch.uint8)
 
     def _values(self, seed: int, *shape: int) -> Tensor:
-        if self.format != "mxfp4":
-            return e4m3_values(seed, *shape, self.head_dim)
-        return (hash_bits(seed, *shape, self.row_bytes) % 256).to(torch.uint8)
+        return row_values(self.format, seed, *shape, self.head_dim)
 
     def _kv_scale_bytes(self, num_tokens: int) -> Tensor:
         """uint8 [num_tokens, 4]."""
