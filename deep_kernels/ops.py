@@ -34,7 +34,7 @@ def fp8_fp4_mqa_logits(
             int32 [num_q, num_heads], byte b being the UE8M0 exponent of elements 32b..32b+31, or float8_e8m0fnu
             [num_q, num_heads, head_dim / 32]. MXFP4: e2m1 pairs, low nibble first, as int8, uint8 or
             float4_e2m1fn_x2 [num_q, num_heads, head_dim / 2], and a scale as MXFP8. num_heads from 1 to 128,
-            head_dim 32, 64 or 128. Rows contiguous, other strides multiples of 16 bytes.
+            head_dim 32, 64 or 128 (MXFP4 on a card: 64 or 128). Rows contiguous, other strides multiples of 16 bytes.
         kv: (values, scale). Values as q without heads, [num_kv, ...]. Scale: FP8 float32 [num_kv], applied after
             the sum over heads; MX int32 [num_kv] or float8_e8m0fnu [num_kv, head_dim / 32], inside the dot product.
         weights: float32, bfloat16 or float16 [num_q, num_heads], rows contiguous.
@@ -46,7 +46,8 @@ def fp8_fp4_mqa_logits(
         logits_dtype: float32 or bfloat16.
         schedule_meta: int32 of get_mqa_logits_metadata, a hint: any content gives the same bits.
         reduction: "exact" is the formula; "folded" may move half of the head sum onto the tensor cores, where a
-            backend has it, so that a logit that is truly 0 becomes noise.
+            backend has it, so that a logit that is truly 0 becomes noise of about 1e-4 of sum |w x|, a few times that
+            where scores have one sign, and a token with an infinite weight becomes NaN.
         out: where to write, [num_q, num_kv or max_seqlen_k] of logits_dtype, rows contiguous, no overlap with an
             input, judged by extents, from the first byte to the last. It is returned.
         arch: backend, target or both ("sm89", "sm_90a", "sm89:sm_90a") instead of what suits the card; ignored for

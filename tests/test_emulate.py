@@ -40,7 +40,7 @@ def test_text_and_picture(arch: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     if arch == "sm90":
         for role in ("math (warps 0-15", "kv (warp 16)", "scheduler (warp 17)", "cleaner (warps 18-19"):
             assert role in text
-        assert re.search(r"\d+ +\d+  smem\.kv_filled\[1\] phase 0  \[kernels/mqa_logits_sm90\.cuh:\d+\]", text)
+        assert re.search(r"\d+ +\d+  smem\.kv_filled\[1\] phase 0  \[kernels/mqa_math_sm90\.cuh:\d+\]", text)
         assert "arrives at smem.kv_drained[0] phase 0" in text
         assert re.search(r"tensor cores busy \d+%", text)
     else:

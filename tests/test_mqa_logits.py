@@ -651,3 +651,22 @@ def test_second_gpu() -> None:
     logits = call(Backend("cuda", "cuda", None), on_device(inputs, "cuda:1"))
     assert logits.device == torch.device("cuda:1")
     assert_same_bits(logits, wanted)
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 64])
+@pytest.mark.parametrize("scale", [-4.46e9, -1e20, -1e-20, 1e-20, 4.46e9])
+@pytest.mark.parametrize("weight", [6.19e29, -(2.0**120), 2.0**-120])
+def test_dead_logits_of_huge_weights_are_zero(backend: Backend, num_heads: int, scale: float, weight: float) -> None:
+    """relu gives 0, and 0 times whatever is finite is 0: no factor may leave float32 on the way."""
+    case = Case(num_q=9, num_kv=70, num_heads=num_heads, head_dim=64, windows="full", seed=3)
+    inputs = make_inputs(case, backend.device)
+    ones = torch.ones_like(inputs.q, dtype=torch.float32).to(inputs.q.dtype)
+    inputs = replace(
+        inputs,
+        q=ones,
+        kv=(-torch.ones_like(inputs.kv, dtype=torch.float32)).to(inputs.kv.dtype),
+        kv_scale=torch.full_like(inputs.kv_scale, scale),
+        weights=torch.full_like(inputs.weights, weight),
+    )
+    logits = call(backend, inputs)
+    assert not logits.any(), logits.flatten()[:4]

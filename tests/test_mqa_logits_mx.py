@@ -294,3 +294,13 @@ def test_unused_bytes_make_no_row_wide(backend: Backend, format: str, head_dim: 
         for scale in (changed.kv_scale, changed.q_scale):
             scale.view(torch.uint8).view(*scale.shape, 4)[..., head_dim // 32 :] = byte
         assert_same_bits(call(backend, changed), wanted)
+
+
+@by_format
+@pytest.mark.parametrize("exponent", [100, 121, 126, 127])
+def test_zero_weights_of_dot_products_that_leave_float32(
+    backend: Backend, base: Inputs, format: str, exponent: int
+) -> None:
+    inputs = with_exponents(base, torch.full((4,), exponent), torch.tensor([[27], [0]]).repeat(165, 1).expand(330, 4))
+    inputs = replace(inputs, weights=torch.zeros_like(inputs.weights))
+    assert not call(backend, inputs).any()

@@ -153,10 +153,10 @@ REFUSALS = (
             "q must start at a multiple of 16 bytes, got an address 8 bytes past one"),
     # q scale
     Refusal("q-scale-dtype", q_scale(lambda x: x.float()),
-            "q scale must be int32 or float8_e8m0fnu [num_q=17, num_heads=24], got float32 [17, 24]",
+            "q scale must be int32 [num_q=17, num_heads=24], got float32 [17, 24]",
             format="mxfp8"),
     Refusal("q-scale-shape", q_scale(lambda x: x[:, :23]),
-            "q scale must be int32 or float8_e8m0fnu [num_q=17, num_heads=24], got int32 [17, 23]", format="mxfp4"),
+            "q scale must be int32 [num_q=17, num_heads=24], got int32 [17, 23]", format="mxfp4"),
     Refusal("q-scale-e8m0-shape", q_scale(lambda x: x.view(torch.uint8).view(17, 24, 4).view(torch.float8_e8m0fnu)),
             "q scale must be float8_e8m0fnu [num_q=17, num_heads=24, head_dim / 32=2], "
             "got float8_e8m0fnu [17, 24, 4]", format="mxfp8"),
@@ -183,7 +183,7 @@ REFUSALS = (
     Refusal("kv-scale-of-mx", kv_scale(lambda x: x.view(torch.int32)),
             "kv scale must be float32 [num_kv=260], got int32 [260]"),
     Refusal("kv-scale-of-fp8", kv_scale(lambda x: x.float()),
-            "kv scale must be int32 or float8_e8m0fnu [num_kv=260], got float32 [260]", format="mxfp8"),
+            "kv scale must be int32 [num_kv=260], got float32 [260]", format="mxfp8"),
     Refusal("kv-scale-stride", kv_scale(every_second),
             "kv scale must have stride 1 in its last dimension, got strides [2]"),
     # weights

@@ -133,8 +133,7 @@ class TileWorker {
   }
 
   bool is_wide_token(i32 token) const {
-    ExponentRange query;
-    ExponentRange weight;
+    ExponentRange query, weight;
     for (i32 head = 0; head < in_.num_heads; ++head) {
       if (in_.is_mx())
         add_exponents(in_.format, in_.head_dim, in_.query(first_token_ + token, head), query);
@@ -143,7 +142,8 @@ class TileWorker {
       if (value != 0.0f) weight.add(std::ilogb(value));
     }
     if (!in_.is_mx()) query.add(0);
-    if (query.is_empty() || weight.is_empty()) return false;
+    if (query.is_empty()) return false;
+    if (weight.is_empty()) weight.add(0);  // 0 times a dot product that has left float32 is no 0
     return !query.within(-kQueryExponent, kQueryExponent) ||
            query.low + weight.low < kWeightedLow || query.high + weight.high > kWeightedHigh;
   }

@@ -92,7 +92,7 @@ DK_DEVICE float reciprocal(float power) {
 }
 // A logit from its sum over heads. Neither product leaves float32 before the logit does.
 DK_DEVICE float scaled_sum(float sum, float scale, float power) {
-  const bool opposite = (scale < 1.0f) == (power > 1.0f);
+  const bool opposite = (ptx::abs(scale) < 1.0f) == (power > 1.0f);
   return opposite ? sum * (scale * power) : sum * scale * power;
 }
 
