@@ -175,7 +175,7 @@ def test_no_compile_names_the_spec(no_settings: Path, monkeypatch: pytest.Monkey
     assert str(error.value) == (
         f"mqa_logits for sm_90a is neither in memory nor in {no_settings}, and DEEP_KERNELS_NO_COMPILE=1 forbids "
         "compiling it; spec: backend=sm90 format=fp8 head_dim=64 num_heads=64 logits_dtype=float32 clean=concurrent "
-        "schedule=derived kv_stages=4"
+        "schedule=derived kv_stages=4 reduction=exact"
     )
     assert not no_settings.exists()
 

