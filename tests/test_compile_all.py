@@ -217,8 +217,8 @@ def report_of(entry: inspector.Entry, **changes: Any) -> Callable[[], dict[str, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"spill_store_bytes": 8}, "spills 8 bytes, 0 are allowed"),
-        ({"spill_load_bytes": 12}, "spills 12 bytes, 0 are allowed"),
+        ({"spill_store_bytes": 8, "spill_limit_bytes": 0}, "spills 8 bytes, 0 are allowed"),
+        ({"spill_load_bytes": 12, "spill_limit_bytes": 0}, "spills 12 bytes, 0 are allowed"),
         ({"spill_load_bytes": 12, "spill_limit_bytes": 8}, "spills 12 bytes, 8 are allowed"),
         ({"wgmma_serialized": True}, "its wgmma are serialized"),
     ],
