@@ -271,13 +271,7 @@ def main() -> int:
         print_row(results[-1])
         gc.collect()
         torch.cuda.empty_cache()
-    about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(about, indent=1) + "\n")
-    if args.plot:
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
-        plot(about, args.plot)
+    timing.write_results(results, args.out, args.plot, plot)
     return 0
 
 

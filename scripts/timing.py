@@ -6,10 +6,13 @@ rotating and alternating order, each replay warmed up by one before it, so that 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -143,3 +146,16 @@ def fp8_peak_call(size: int = 8192) -> tuple[Callable[[], object], float]:
         lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
         2.0 * size**3,
     )
+
+
+def write_results(
+    results: list[dict[str, Any]], out: Path | None, picture: Path | None, plot: Callable[[dict[str, Any], Path], None]
+) -> None:
+    """What a benchmark found, with card and torch, as JSON and as a picture, where they are asked for."""
+    about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(about, indent=1) + "\n")
+    if picture:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        plot(about, picture)
