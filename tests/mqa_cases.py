@@ -18,7 +18,7 @@ from deep_kernels import formats
 
 OP = "fp8_fp4_mqa_logits"
 MODES = ("clean", "unclean", "compressed", "compressed-unclean")
-WINDOWS = ("full", "causal", "ragged", "parallel")
+WINDOWS = ("full", "causal", "ragged", "parallel", "packed")
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
@@ -126,6 +126,10 @@ def windows_of(kind: str, num_q: int, num_kv: int, generator: torch.Generator) -
         if num_q > 1:
             start[num_q // 2], end[num_q // 2] = INT32_MIN, INT32_MAX
         return start, end
+    if kind == "packed":  # the last queries of three documents: query blocks cross the borders between them
+        length = num_kv // 3
+        start = row * 3 // max(num_q, 1) * length
+        return start.int(), (start + length - num_q + row).int()
     # One rank's share of two packed sequences whose halves are dealt to the ranks from both ends.
     assert kind == "parallel"
     sequence = (row >= num_q // 2).to(torch.int32)

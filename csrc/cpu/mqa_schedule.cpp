@@ -17,6 +17,7 @@ void mqa_schedule(const at::Tensor& kv_start, const at::Tensor& kv_end, i64 num_
   const i32 num_tokens = mqa_tokens_per_block(padded_heads);
   const i32 num_blocks = mqa_num_blocks(num_q, padded_heads);
 
+  constexpr i32 kOpenCost = kMqaScheduleOpenCost;
   std::vector<i32> num_chunks(num_blocks);
   i64 total = 0;
   for (i32 block = 0; block < num_blocks; ++block) {
@@ -31,7 +32,7 @@ void mqa_schedule(const at::Tensor& kv_start, const at::Tensor& kv_end, i64 num_
       end = std::max(end, window.end);
     }
     num_chunks[block] = mqa_span(begin, end).num_chunks;
-    total += mqa_block_cost(num_chunks[block]);
+    total += mqa_block_cost(num_chunks[block], kOpenCost);
   }
 
   const MqaCutPositions positions(total, num_sms);
@@ -40,11 +41,11 @@ void mqa_schedule(const at::Tensor& kv_start, const at::Tensor& kv_end, i64 num_
   i64 position = 0;  // cost of all blocks before `block`
   for (i32 i = 0; i <= num_sms; ++i) {
     const i64 target = positions(i);
-    while (block < num_blocks && position + mqa_block_cost(num_chunks[block]) <= target)
-      position += mqa_block_cost(num_chunks[block++]);
-    const MqaCut cut = block < num_blocks
-                           ? mqa_cut_in_block(block, target - position, num_chunks[block])
-                           : MqaCut{num_blocks, 0};
+    while (block < num_blocks && position + mqa_block_cost(num_chunks[block], kOpenCost) <= target)
+      position += mqa_block_cost(num_chunks[block++], kOpenCost);
+    const MqaCut cut = block < num_blocks ? mqa_cut_in_block(block, target - position,
+                                                             num_chunks[block], kOpenCost)
+                                          : MqaCut{num_blocks, 0};
     cuts[2 * i] = cut.block;
     cuts[2 * i + 1] = cut.chunk;
   }

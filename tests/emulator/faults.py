@@ -107,7 +107,7 @@ FAULTS = [
     _fault(
         "math warps do not wait for a stage", "sm90", SM90,
         "    ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);\n", "",
-        "pending-async race uninitialized", ("math", "wgmma"),
+        "pending-async race uninitialized", ("math", "smem.kv_filled"),
     ),
     _fault(
         "no wait for wgmma", "sm90", SM90, _WAIT_WGMMA, "", "accumulator", ("wgmma", "in flight"),
@@ -223,7 +223,7 @@ FAULTS = [
     ),
     _fault(
         "copy through the wrong tensor map", "sm90", SM90,
-        "maps.kv, filled, 0, row", "maps.q, filled, 0, row", "tensor-map", ("2-D", "rank 3"),
+        "maps.kv, filled, 0, row", "maps.q, filled, 0, row", "tensor-map", ("2-D", "rank 4"),
     ),
     # --- bounds
     _fault(
@@ -248,6 +248,11 @@ FAULTS = [
         "vector stores that are not aligned", "sm90", TILE,
         "const i32 first = min_of(begin + lead, end);", "const i32 first = min_of(begin + 0 * lead, end);",
         "alignment", ("store", "multiple of 16", "cleaner"), MqaCase(num_q=9, num_kv=600, max_seqlen_k=900),
+    ),
+    _fault(
+        "a stage that no window reaches released before it is there", "sm90", SM90,
+        "    if constexpr (!S.is_mx()) wait_for_stage();\n    release_stage();\n", "    release_stage();\n",
+        "race pending-async mbarrier", (), MqaCase(num_q=8, num_kv=2500, num_sms=1),
     ),
     # --- values that are not there, results written twice
     _fault(

@@ -82,12 +82,12 @@ PAGED_FAULTS = [
     ),
     # --- places that are wrong
     _fault(
-        "table entries behind the context", KERNEL, "return page < num_pages ?", "return page < num_pages + 64 ?",
+        "table entries behind the last column", KERNEL, "return page < width ?", "return page < width + 64 ?",
         "bounds", ("block_table",),
     ),
     _fault(
-        "scales of more tokens than the page has", KERNEL, "box_rows * 4, filled, policy",
-        "box_rows * 8, filled, policy", "bounds mbarrier race pending-async", (), _SMALL_PAGES,
+        "scales of more tokens than the page has", KERNEL, "box_rows * 4, filled,\n",
+        "box_rows * 8, filled,\n", "bounds mbarrier race pending-async", (), _SMALL_PAGES,
     ),
     _fault(
         "boxes that overlap", KERNEL, "lane * box_rows * S.row_bytes()", "lane * 8 * S.row_bytes()",

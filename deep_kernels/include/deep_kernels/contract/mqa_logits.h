@@ -74,7 +74,7 @@ struct MqaLogitsArgs {
 // TMA views; only sm90 uses them. Map is MapDescription on the host, the encoded form on the card.
 template <class Map>
 struct MqaLogitsMaps {
-  Map q;         // (bytes, heads, tokens), box (bytes, heads_per_octet, tokens_per_octet)
+  Map q;         // (bytes, heads, tokens, octets), see mqa_octets_per_copy
   Map kv;        // (head_dim, num_kv), box (head_dim, stage_rows)
   Map kv_scale;  // (num_kv), box (stage_rows)
   Map folded;    // (head_dim, tokens * folded_rows), box (head_dim, 8); unused unless folded
@@ -98,9 +98,11 @@ inline constexpr i32 kMqaSpanAlign = 16;   // a span starts at a multiple: store
 inline constexpr i32 kMqaQueryRows = 512;  // (token, head) pairs per block: 4 groups of 128
 inline constexpr i32 kMqaGroups = 4;       // groups of 128 query rows; one warpgroup each
 inline constexpr i32 kMqaGroupRows = 128;  // query rows per group = columns of one MMA tile
-// What opening a block costs beside its chunks, in chunks. A full block costs 1-2 (measured on an
-// H200, notes of the feasibility study); looking at an empty one costs about the latency of a load.
-inline constexpr i32 kMqaBlockCost = 2;
+// What opening a block costs beside its chunks, in chunks: its queries and weights, for MX formats
+// rebased by the math warps, come too late when the block before has few chunks (measured on an
+// H200, benchmarks/notes_mqa.md). Looking at an empty one costs about the latency of a load.
+constexpr i32 mqa_open_cost(Format format) { return format == Format::fp8 ? 1 : 2; }
+inline constexpr i32 kMqaScheduleOpenCost = mqa_open_cost(Format::fp8);  // MX calls derive cuts
 inline constexpr i32 kMqaEmptyBlockCost = 1;
 
 constexpr i32 mqa_padded_heads(i32 num_heads) {
@@ -123,8 +125,8 @@ constexpr MqaSpan mqa_span(i32 lowest_begin, i32 highest_end) {
   const i32 begin = lowest_begin - lowest_begin % kMqaSpanAlign;
   return {begin, (highest_end - begin - 1) / kMqaChunkRows + 1};
 }
-constexpr i32 mqa_block_cost(i32 num_chunks) {
-  return num_chunks > 0 ? num_chunks + kMqaBlockCost : kMqaEmptyBlockCost;
+constexpr i32 mqa_block_cost(i32 num_chunks, i32 open_cost) {
+  return num_chunks > 0 ? num_chunks + open_cost : kMqaEmptyBlockCost;
 }
 
 // A place in the flattened (block, chunk) order where one SM stops and the next one goes on.
@@ -146,8 +148,8 @@ struct MqaCutPositions {
   }
 };
 // The cut at `offset` cost into a block: what falls into the opening cost moves to its start.
-constexpr MqaCut mqa_cut_in_block(i32 block, i64 offset, i32 num_chunks) {
-  return {block, static_cast<i32>(clamp_to<i64>(offset - kMqaBlockCost, 0, num_chunks))};
+constexpr MqaCut mqa_cut_in_block(i32 block, i64 offset, i32 num_chunks, i32 open_cost) {
+  return {block, static_cast<i32>(clamp_to<i64>(offset - open_cost, 0, num_chunks))};
 }
 // int32 elements of get_mqa_logits_metadata's result: num_sms + 1 cuts.
 constexpr i32 mqa_schedule_length(i32 /*num_q*/, i32 /*num_heads*/, i32 num_sms) {
@@ -371,17 +373,27 @@ constexpr void for_each_mqa_logits_spec(Backend backend, Visit&& visit) {
               }
 }
 
+// Octets of query rows that one copy brings: a token set, or a single one where the last octet has
+// only some of its heads, so that the copy can end at the last head.
+constexpr i32 mqa_octets_per_copy(const MqaLogitsSpec& spec, i32 num_heads) {
+  return num_heads % spec.heads_per_octet() == 0 ? spec.octets_per_token_set() : 1;
+}
+
 template <class Map = MapDescription>
 constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec, const MqaLogitsArgs& args) {
   MqaLogitsMaps<Map> maps{};
   const Swizzle swizzle = swizzle_for(spec.head_dim);
-  maps.q = {.base = args.q,
-            .dims = {spec.query_row_bytes(), args.num_heads, args.num_q},
-            .strides = {1, args.q_head_stride, args.q_token_stride},
-            .box = {spec.query_row_bytes(), spec.heads_per_octet(), spec.tokens_per_octet()},
-            .rank = 3,
-            .type = MapType::u8_,
-            .swizzle = swizzle_for(spec.query_row_bytes())};
+  // Rows in column order: the heads of an octet, its tokens, and (all or one of) the octets.
+  const i32 octets = mqa_octets_per_copy(spec, args.num_heads);
+  const i32 heads = octets == 1 ? args.num_heads : spec.heads_per_octet();
+  maps.q = {
+      .base = args.q,
+      .dims = {spec.query_row_bytes(), heads, args.num_q, args.num_heads / heads},
+      .strides = {1, args.q_head_stride, args.q_token_stride, heads * args.q_head_stride},
+      .box = {spec.query_row_bytes(), spec.heads_per_octet(), spec.tokens_per_octet(), octets},
+      .rank = 4,
+      .type = MapType::u8_,
+      .swizzle = swizzle_for(spec.query_row_bytes())};
   maps.kv = {.base = args.kv,
              .dims = {spec.head_dim, args.num_kv},
              .strides = {1, args.kv_stride},

@@ -162,7 +162,8 @@ struct Math {
         Sum::join(logit, sum);
         scale(logit, set, kv_row + row + Sum::row());
         if constexpr (S.is_mx())
-          RebasedWideSum<S>::mend(logit, wide_operands(rows + row * S.head_dim, kv_row + row), set);
+          RebasedWideSum<S>::mend(
+              logit, set, [&] { return wide_operands(rows + row * S.head_dim, kv_row + row); });
         store(logit, set, first_row, kv_row + row + Sum::row());
       }
     }

@@ -52,10 +52,14 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
     // An empty window, also of a row that is not there, leaves no full tile.
     i32 full_begin = window.begin;
     i32 full_end = window.end;
+    i32 reach_begin = window.begin < window.end ? window.begin : args.num_kv;
+    i32 reach_end = window.begin < window.end ? window.end : 0;
     DK_UNROLL
     for (i32 step = 1; step < kPerGroup; step *= 2) {
       full_begin = max_of(full_begin, ptx::shuffle_xor(full_begin, step));
       full_end = min_of(full_end, ptx::shuffle_xor(full_end, step));
+      reach_begin = min_of(reach_begin, ptx::shuffle_xor(reach_begin, step));
+      reach_end = max_of(reach_end, ptx::shuffle_xor(reach_end, step));
     }
     if (in_block) {
       post_token(unit.token[token], row_origin(args, window, row), row_edge(args, window, row));
@@ -65,6 +69,8 @@ DK_DEVICE MqaSpan post_windows(const MqaLogitsArgs& args, i32 block,
       if (token % kPerGroup == 0) {
         ptx::store_shared_i32(ptx::smem_addr(&unit.full_begin[token / kPerGroup]), full_begin);
         ptx::store_shared_i32(ptx::smem_addr(&unit.full_end[token / kPerGroup]), full_end);
+        ptx::store_shared_i32(ptx::smem_addr(&unit.reach_begin[token / kPerGroup]), reach_begin);
+        ptx::store_shared_i32(ptx::smem_addr(&unit.reach_end[token / kPerGroup]), reach_end);
       }
     }
   }
@@ -110,14 +116,16 @@ DK_DEVICE void post_weights(const MqaLogitsArgs& args, i32 block, u32 weights,
                             Unit<S.tokens_per_block()>& unit) {
   const i32 first_row = block * S.tokens_per_block();
   bool extreme = false;
+  constexpr i32 kAhead = 8;
   DK_NO_UNROLL
-  for (i32 base = ptx::lane_index(); base < kMqaQueryRows; base += 4 * 32) {
+  for (i32 base = ptx::lane_index(); base < kMqaQueryRows; base += kAhead * 32) {
     // All loads before the first store, so that they travel together: short windows wait for them.
-    float weight[4];
+    float weight[kAhead];
     DK_UNROLL
-    for (i32 i = 0; i < 4; ++i) weight[i] = load_column_weight<S>(args, first_row, base + 32 * i);
+    for (i32 i = 0; i < kAhead; ++i)
+      weight[i] = load_column_weight<S>(args, first_row, base + 32 * i);
     DK_UNROLL
-    for (i32 i = 0; i < 4; ++i) {
+    for (i32 i = 0; i < kAhead; ++i) {
       extreme = extreme || is_extreme_weight(weight[i]);
       store_weight<S>(weights, base + 32 * i, weight[i]);
     }
@@ -129,19 +137,20 @@ DK_DEVICE void post_weights(const MqaLogitsArgs& args, i32 block, u32 weights,
 template <MqaLogitsSpec S>
 DK_DEVICE void post_mx_columns(const MqaLogitsArgs& args, i32 block, u32 weights, u32 exponents) {
   const i32 first_row = block * S.tokens_per_block();
+  constexpr i32 kAhead = 4;
   DK_NO_UNROLL
-  for (i32 base = ptx::lane_index(); base < kMqaQueryRows; base += 4 * 32) {
-    float weight[4];
-    i32 given[4];
+  for (i32 base = ptx::lane_index(); base < kMqaQueryRows; base += kAhead * 32) {
+    float weight[kAhead];
+    i32 given[kAhead];
     DK_UNROLL
-    for (i32 i = 0; i < 4; ++i) {  // all loads before the first store, as above
+    for (i32 i = 0; i < kAhead; ++i) {  // all loads before the first store, as above
       const i32 column = base + 32 * i;
       weight[i] = load_column_weight<S>(args, first_row, column);
       given[i] = load_query_exponents(args, first_row + S.block_token_of(column),
                                       S.head_of(column % kMqaGroupRows));
     }
     DK_UNROLL
-    for (i32 i = 0; i < 4; ++i) {
+    for (i32 i = 0; i < kAhead; ++i) {
       ptx::store_shared_f32(weights + 4 * (base + 32 * i), weight[i]);
       ptx::store_shared_i32(exponents + 4 * (base + 32 * i), given[i]);
     }
@@ -149,19 +158,21 @@ DK_DEVICE void post_mx_columns(const MqaLogitsArgs& args, i32 block, u32 weights
 }
 
 template <MqaLogitsSpec S, class Maps>
-DK_DEVICE void load_queries(const Maps& maps, Smem<S>& smem, i32 slot, i32 block) {
+DK_DEVICE void load_queries(const MqaLogitsArgs& args, const Maps& maps, Smem<S>& smem, i32 slot,
+                            i32 block) {
   constexpr i32 kOctets = kMqaQueryRows / 8;
+  const i32 per_copy = mqa_octets_per_copy(S, args.num_heads);
   const u32 filled = ptx::smem_addr(&smem.query_filled[slot]);
   const u32 rows = ptx::smem_addr(&smem.query[slot][0][0]);
   DK_NO_UNROLL
-  for (i32 octet = ptx::lane_index(); octet < kOctets; octet += 32) {
+  for (i32 octet = ptx::lane_index() * per_copy; octet < kOctets; octet += 32 * per_copy) {
     const i32 column = octet % (kMqaGroupRows / 8) * 8;
     const i32 token = block * S.tokens_per_block() +
                       octet / (kMqaGroupRows / 8) * S.tokens_per_group() + S.token_of(column);
     // Packed rows lie at the beginning of their group's place until they are expanded there.
     const u32 group_at = octet / (kMqaGroupRows / 8) * S.group_rows() * S.head_dim;
-    ptx::tma_load_3d(rows + group_at + column * S.query_row_bytes(), maps.q, filled, 0,
-                     S.head_of(column), token);
+    ptx::tma_load_4d(rows + group_at + column * S.query_row_bytes(), maps.q, filled, 0,
+                     S.head_of(column), token, 0);
   }
   if constexpr (S.is_folded()) {
     const i32 group = ptx::lane_index();
@@ -169,6 +180,32 @@ DK_DEVICE void load_queries(const Maps& maps, Smem<S>& smem, i32 slot, i32 block
       ptx::tma_load_2d(rows + (group * S.group_rows() + kMqaGroupRows) * S.head_dim, maps.folded,
                        filled, 0, (block * kMqaGroups + group) * kMqaFoldedRows);
   }
+}
+
+// What a block's scheduling waits for one load after the other, into the L2 cache.
+template <MqaLogitsSpec S>
+DK_DEVICE void prefetch_columns(const MqaLogitsArgs& args, i32 block) {
+  const i32 column = ptx::lane_index() * (kMqaQueryRows / 32);  // in memory order
+  const i32 row = block * S.tokens_per_block() + column / S.num_heads;
+  const i32 head = column % S.num_heads;
+  if (row >= args.num_q || head >= args.num_heads) return;
+  const i64 weight = row * args.weights_stride + head;
+  ptx::prefetch_global_l2(static_cast<const u8*>(args.weights) +
+                          weight * bytes_of(args.weights_dtype));
+  if constexpr (S.is_mx())
+    ptx::prefetch_global_l2(args.q_exponents + row * args.q_exponents_token_stride +
+                            head * args.q_exponents_head_stride);
+  if (head != 0) return;
+  ptx::prefetch_global_l2(args.kv_start + row * args.kv_start_stride);
+  ptx::prefetch_global_l2(args.kv_end + row * args.kv_end_stride);
+}
+
+// Hands the unit to the kv warp, which for MX formats reads the windows that the lanes wrote.
+// Converged.
+template <MqaLogitsSpec S>
+DK_DEVICE void arrive_posted(Smem<S>& smem, i32 slot) {
+  if (S.is_mx() || ptx::lane_index() == 0)
+    ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slot]));
 }
 
 template <MqaLogitsSpec S, class Maps>
@@ -182,21 +219,21 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
   DK_NO_UNROLL
   for (i32 block = begin.block; block <= end.block && block < num_blocks; ++block) {
     auto& unit = smem.unit[slots.slot];
+    prefetch_columns<S>(args, block);
     ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
     const MqaSpan span = post_windows<S>(args, block, unit);
     const i32 first = block == begin.block ? min_of(begin.chunk, span.num_chunks) : 0;
     const i32 last = block == end.block ? min_of(end.chunk, span.num_chunks) : span.num_chunks;
     if (first >= last) continue;
     const u32 query_filled = ptx::smem_addr(&smem.query_filled[slots.slot]);
-    ptx::sync_warp();  // the windows of all lanes are written before lane 0 posts the unit
     if (lane == 0) {
       ptx::store_shared_i32(ptx::smem_addr(&unit.kv_begin), span.begin + first * kMqaChunkRows);
       ptx::store_shared_i32(ptx::smem_addr(&unit.num_stages), last - first);
-      ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
       ptx::mbarrier_arrive_expect_tx(query_filled, S.query_load_bytes());
     }
+    arrive_posted<S>(smem, slots.slot);
     ptx::sync_warp();
-    load_queries<S>(maps, smem, slots.slot, block);
+    load_queries<S>(args, maps, smem, slots.slot, block);
     const u32 weights = ptx::smem_addr(&smem.weights[slots.slot][0][0]);
     if constexpr (S.is_mx())
       post_mx_columns<S>(args, block, weights,
@@ -209,9 +246,9 @@ DK_DEVICE void scheduler_role(const MqaLogitsArgs& args, const Maps& maps, Smem<
   ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);
   if (lane == 0) {
     ptx::store_shared_i32(ptx::smem_addr(&smem.unit[slots.slot].num_stages), 0);
-    ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_posted[slots.slot]));
     ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
   }
+  arrive_posted<S>(smem, slots.slot);
   ptx::mbarrier_arrive(ptx::smem_addr(&smem.query_filled[slots.slot]));
 }
 

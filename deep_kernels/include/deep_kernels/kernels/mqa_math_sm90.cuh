@@ -17,10 +17,9 @@ namespace deep_kernels::mqa_sm90 {
 // lets the clamps run ahead by a lead of its own: 2 modulo 4 is good, 0 is bad, 10% between them.
 // What tips the lead is when the scales are read: chosen by counting conflicts in the machine code
 // (scripts/bank_conflicts.py, NVRTC 13.0); measurements in benchmarks/notes_mqa.md.
-enum class ScaleLoad { before, meanwhile, after };  // than the tensor cores work on the tile
+enum class ScaleLoad { before, after };  // than the tensor cores work on the tile
 constexpr ScaleLoad scale_load(const MqaLogitsSpec& spec) {
-  if (spec.is_mx()) return ScaleLoad::after;
-  return spec.num_heads <= 32 ? ScaleLoad::before : ScaleLoad::meanwhile;
+  return spec.is_mx() ? ScaleLoad::after : ScaleLoad::before;
 }
 
 template <MqaLogitsSpec S>
@@ -142,7 +141,7 @@ struct Math {
     DK_UNROLL
     for (i32 set = 0; set < Sum::kSets; ++set) {
       if constexpr (S.is_mx())
-        RebasedWideSum<S>::mend(logit[set], wide_operands(tile, kv_row), set);
+        RebasedWideSum<S>::mend(logit[set], set, [&] { return wide_operands(tile, kv_row); });
       DK_UNROLL
       for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
         const u32 token = first_token() + sizeof(Token) * Sum::further(set, slot);
@@ -190,7 +189,6 @@ struct Math {
     float scale[Sum::kRows];
     if constexpr (!kEdge && kScaleLoad == ScaleLoad::before) load_scales(scale, scales, tile);
     start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
-    if constexpr (!kEdge && kScaleLoad == ScaleLoad::meanwhile) load_scales(scale, scales, tile);
     ptx::wgmma_wait_group<0>(x);
     if constexpr (!kEdge && kScaleLoad == ScaleLoad::after) load_scales(scale, scales, tile);
     if constexpr (kEdge)  // scales are read where they are used: the edge tests need registers
@@ -214,6 +212,25 @@ struct Math {
     } else {
       DK_UNROLL
       for (i32 tile = 0; tile < kTiles; ++tile) one_tile<kEdge>(tile, kv, scales, kv_row);
+    }
+    stages.next();
+    if constexpr (kKeepsPointer) out += S.kv_stage_rows();
+  }
+
+  // No window of the group reaches the coming stage: -inf, a quarter of its columns per warp.
+  DK_DEVICE void skip_stage(i32 kv_row) {
+    if constexpr (!S.is_mx()) wait_for_stage();
+    release_stage();
+    if constexpr (S.clean != Clean::off) {
+      constexpr i32 kColumns = S.kv_stage_rows() / 4;
+      const i32 begin = kv_row + ptx::warp_index() % 4 * kColumns;
+      DK_NO_UNROLL
+      for (i32 i = 0; i < S.tokens_per_group(); ++i) {
+        const u32 token = ptx::smem_addr(&smem.unit[slot].token[group * S.tokens_per_group() + i]);
+        const RowEdge edge = load_edge(token + Token::kEdgeAt);
+        fill_row(static_cast<Logit*>(args.logits) + ptx::load_shared_i64(token),
+                 max_of(begin, edge.first), min_of(begin + kColumns, edge.last));
+      }
     }
     stages.next();
     if constexpr (kKeepsPointer) out += S.kv_stage_rows();
@@ -307,6 +324,13 @@ struct Math {
     }
   }
 
+  // Whether some window of the group reaches the coming stage.
+  DK_DEVICE bool is_reached(const Unit<S.tokens_per_block()>& unit, i32 kv_row) const {
+    return kv_row < ptx::load_shared_i32(ptx::smem_addr(&unit.reach_end[group])) &&
+           kv_row + S.kv_stage_rows() >
+               ptx::load_shared_i32(ptx::smem_addr(&unit.reach_begin[group]));
+  }
+
   DK_DEVICE void run() {
     kv_low = Descriptor::low(ptx::smem_addr(&smem.kv[0][0]));
     tile_row = ptx::warp_index() % 4 * 16 + Sum::row();
@@ -326,8 +350,10 @@ struct Math {
         if constexpr (S.is_mx()) wait_for_stage();  // it says whether it is full
         if (is_full(unit, kv_row))
           stage<false>(kv_row);
-        else
+        else if (is_reached(unit, kv_row))
           stage<true>(kv_row);
+        else
+          skip_stage(kv_row);
       }
       ptx::sync_warp();
       if (ptx::lane_index() == 0)

@@ -149,14 +149,14 @@ DK_DEVICE ScheduleSums sum_costs(i64 cost, i32 warp, ScheduleScratch& scratch) {
 
 // Writes the cuts where run `run` of `num_runs` equal runs begins and ends into the scratch.
 // All threads of the block together; a block barrier must follow before the cuts are read.
-template <i32 kTokens, i32 kWarps, class Args>
+template <i32 kTokens, i32 kWarps, i32 kOpenCost, class Args>
 DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScratch& scratch) {
   const i32 num_blocks = ceil_div(args.num_q, kTokens);
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
   i64 seen = 0;
   for_each_span<kTokens, 1>(args, blocks, [&](i32, MqaSpan span, bool leads) {
-    seen += leads ? mqa_block_cost(span.num_chunks) : 0;
+    seen += leads ? mqa_block_cost(span.num_chunks, kOpenCost) : 0;
   });
   const ScheduleSums sums = sum_costs<kWarps>(seen, warp, scratch);
   const MqaCutPositions cuts(sums.total, num_runs);
@@ -176,17 +176,35 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
   i64 before = sums.before;
   for_each_span<kTokens, 1>(args, blocks, [&](i32 block, MqaSpan span, bool leads) {
     constexpr i32 kLanes = SpanScan<kTokens>::kLanes;
-    const i32 cost = leads ? mqa_block_cost(span.num_chunks) : 0;
+    const i32 cost = leads ? mqa_block_cost(span.num_chunks, kOpenCost) : 0;
     const i32 sum = prefix_sum<kLanes>(cost);  // at most 32 * 2^23
     const i64 end = before + sum;
     DK_UNROLL
     for (i32 side = 0; side < 2; ++side) {
       if (leads && position[side] >= end - cost && position[side] < end)
-        store_cut(scratch, side,
-                  mqa_cut_in_block(block, position[side] - (end - cost), span.num_chunks));
+        store_cut(
+            scratch, side,
+            mqa_cut_in_block(block, position[side] - (end - cost), span.num_chunks, kOpenCost));
     }
     before += ptx::shuffle(sum, 32 - kLanes);
   });
+}
+
+// The largest of load(1) to load(last), 0 if there is none: a place in the order of cuts, as one
+// number. One warp, converged; the same in all lanes.
+template <class Load>
+DK_DEVICE i64 largest_cut(i32 last, Load&& load) {
+  constexpr i32 kAhead = 5;  // loads that travel together: all of them up to 160 SMs
+  i64 largest = 0;
+  DK_NO_UNROLL
+  for (i32 first = 1 + ptx::lane_index(); first <= last; first += 32 * kAhead) {
+    DK_UNROLL
+    for (i32 i = 0; i < kAhead; ++i) largest = max_of(largest, load(min_of(first + 32 * i, last)));
+  }
+  DK_UNROLL
+  for (i32 step = 1; step < 32; step *= 2)
+    largest = max_of(largest, ptx::shuffle_xor(largest, step));
+  return largest;
 }
 
 // The cut before which run `run` of `num_runs` ends, out of a schedule that may hold anything: the
@@ -194,16 +212,11 @@ DK_DEVICE void derive_cuts(const Args& args, i32 run, i32 num_runs, ScheduleScra
 // first and the last cut are not read. One warp, converged; the same in all lanes.
 DK_DEVICE MqaCut load_cut(const MqaLogitsArgs& args, i32 num_blocks, i32 run, i32 num_runs) {
   const i32 index = static_cast<i32>(i64{run} * (args.num_cuts - 1) / num_runs);
-  i64 largest = 0;
-  DK_NO_UNROLL
-  for (i32 i = 1 + ptx::lane_index(); i <= index; i += 32) {
+  const i64 largest = largest_cut(index, [&](i32 i) {
     const i32 block = clamp_to(ptx::load_global(args.schedule + 2 * i64{i}), 0, num_blocks);
     const i32 chunk = max_of(ptx::load_global(args.schedule + 2 * i64{i} + 1), 0);
-    largest = max_of(largest, (i64{block} << 32) | chunk);
-  }
-  DK_UNROLL
-  for (i32 step = 1; step < 32; step *= 2)
-    largest = max_of(largest, ptx::shuffle_xor(largest, step));
+    return (i64{block} << 32) | chunk;
+  });
   if (run == num_runs) return {num_blocks, 0};
   return {static_cast<i32>(largest >> 32), static_cast<i32>(largest)};
 }
@@ -214,8 +227,8 @@ template <MqaLogitsSpec S>
 DK_DEVICE void find_run(const MqaLogitsArgs& args, ScheduleScratch& scratch) {
   constexpr i32 kTokens = S.tokens_per_block();
   if constexpr (S.schedule == Schedule::derived) {
-    derive_cuts<kTokens, S.num_threads() / 32>(args, ptx::block_index(), ptx::num_blocks(),
-                                               scratch);
+    derive_cuts<kTokens, S.num_threads() / 32, mqa_open_cost(S.format)>(args, ptx::block_index(),
+                                                                        ptx::num_blocks(), scratch);
   } else {
     const i32 side = ptx::warp_index();
     if (side >= 2) return;
@@ -237,10 +250,11 @@ DK_DEVICE void mqa_schedule(const MqaScheduleArgs& args) {
   const i32 num_blocks = ceil_div(args.num_q, kTokens);
   const i32 warp = ptx::warp_index();
   const BlockRange blocks = warp_blocks<kTokens, kWarps>(num_blocks, warp);
+  constexpr i32 kOpenCost = kMqaScheduleOpenCost;
   i64 seen = 0;
   for_each_span<kTokens, 4>(args, blocks, [&](i32 block, MqaSpan span, bool leads) {
     if (!leads) return;
-    seen += mqa_block_cost(span.num_chunks);
+    seen += mqa_block_cost(span.num_chunks, kOpenCost);
     ptx::store_global(args.num_chunks + block, span.num_chunks);
   });
   const ScheduleSums sums = sum_costs<kWarps>(seen, warp, scratch);
@@ -262,7 +276,7 @@ DK_DEVICE void mqa_schedule(const MqaScheduleArgs& args) {
     const bool exists = block < blocks.end;
     // Written by this warp: its lanes met at a block barrier since.
     const i32 num_chunks = exists ? ptx::load_global_written(args.num_chunks + block) : 0;
-    const i32 cost = exists ? mqa_block_cost(num_chunks) : 0;
+    const i32 cost = exists ? mqa_block_cost(num_chunks, kOpenCost) : 0;
     const i32 sum = prefix_sum<1>(cost);
     const i64 end = before + sum;
     const i64 begin = end - cost;
@@ -272,7 +286,8 @@ DK_DEVICE void mqa_schedule(const MqaScheduleArgs& args) {
     for (; exists && i < args.num_sms; ++i) {
       const i64 position = cuts(i);
       if (position >= end) break;
-      if (position >= begin) write(i, mqa_cut_in_block(block, position - begin, num_chunks));
+      if (position >= begin)
+        write(i, mqa_cut_in_block(block, position - begin, num_chunks, kOpenCost));
     }
     before += ptx::shuffle(sum, 31);
   }

@@ -31,6 +31,9 @@ struct Unit {
   // None where a token of the block owes a power of two.
   i32 full_begin[kMqaGroups];
   i32 full_end[kMqaGroups];
+  // From the first to the last that some window of a group reaches: stages outside are not scored.
+  i32 reach_begin[kMqaGroups];
+  i32 reach_end[kMqaGroups];
   Token token[kTokens];
 };
 
@@ -58,7 +61,7 @@ struct Smem {
   Unit<S.tokens_per_block()> unit[kSlots];
   ScheduleScratch schedule;
   // Each pair: who arrives, who waits.
-  alignas(8) u64 unit_posted[kSlots];  // scheduler lane 0 -> kv warp
+  alignas(8) u64 unit_posted[kSlots];  // scheduler, MX: all lanes, else lane 0 -> kv warp
   u64 query_filled[kSlots];            // 33 by the scheduler (lane 0 announces bytes), TMA -> math
   u64 unit_drained[kSlots];            // 16 math warps -> scheduler
   u64 kv_filled[S.kv_stages];          // kv warp, and TMA bytes -> math warps
@@ -86,7 +89,7 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
   if (ptx::thread_index() == 0) {
     DK_NO_UNROLL
     for (i32 i = 0; i < Smem<S>::kSlots; ++i) {
-      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.unit_posted[i]), S.is_mx() ? 32 : 1);
       ptx::mbarrier_init(ptx::smem_addr(&smem.query_filled[i]), 33);
       ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), kMathWarps);
     }

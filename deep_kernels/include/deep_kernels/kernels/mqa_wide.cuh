@@ -72,10 +72,11 @@ struct WideSum {
     }
   }
 
-  // logit[slot][i] of kv row Sum::row() + 8 i where it is NaN. Converged.
-  template <class Rows>
-  static DK_DEVICE void mend(float (&logit)[Sum::kSlots][Sum::kRows], const WideOperands<Rows>& at,
-                             i32 set) {
+  // logit[slot][i] of kv row Sum::row() + 8 i where it is NaN. operands() gives WideOperands, whose
+  // loads ordinary tiles are spared. Converged.
+  template <class Operands>
+  static DK_DEVICE void mend(float (&logit)[Sum::kSlots][Sum::kRows], i32 set,
+                             Operands&& operands) {
     bool broken = false;
     DK_UNROLL
     for (i32 slot = 0; slot < Sum::kSlots; ++slot) {
@@ -83,6 +84,7 @@ struct WideSum {
       for (i32 i = 0; i < Sum::kRows; ++i) broken = broken || logit[slot][i] != logit[slot][i];
     }
     if (!ptx::any(broken)) return;
+    const auto at = operands();
     double sum[Sum::kSlots][2] = {};
     DK_NO_UNROLL
     for (i32 i = 0; i < O.octets_per_token_set(); ++i)

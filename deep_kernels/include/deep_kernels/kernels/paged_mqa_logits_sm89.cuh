@@ -162,14 +162,15 @@ struct Math {
   // MX: logits that the fast way has made NaN, once more the exact way.
   DK_DEVICE void mend(float (&logit)[1][Sum::kRows], const TileRows<S>& rows,
                       const u32 (&exponents)[2], i32 pass) const {
-    const i32 column = pass * S.pass_columns();
-    const WideOperands<TileRows<S>> at{
-        .kv = rows,
-        .kv_exponents = {static_cast<i32>(exponents[0]), static_cast<i32>(exponents[1])},
-        .query = ptx::smem_addr(&smem.query[column * S.head_dim]),
-        .query_exponents = ptx::smem_addr(&smem.mx.exponents[column]),
-        .weights = ptx::smem_addr(&smem.weights.weight[column])};
-    PagedWideSum<S>::mend(logit, at, 0);
+    PagedWideSum<S>::mend(logit, 0, [&] {
+      const i32 column = pass * S.pass_columns();
+      return WideOperands<TileRows<S>>{
+          .kv = rows,
+          .kv_exponents = {static_cast<i32>(exponents[0]), static_cast<i32>(exponents[1])},
+          .query = ptx::smem_addr(&smem.query[column * S.head_dim]),
+          .query_exponents = ptx::smem_addr(&smem.mx.exponents[column]),
+          .weights = ptx::smem_addr(&smem.weights.weight[column])};
+    });
   }
 
   // The warp's 16 rows of a stage whose first kv token is `token`.

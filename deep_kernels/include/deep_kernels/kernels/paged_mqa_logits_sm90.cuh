@@ -194,17 +194,20 @@ DK_DEVICE void scheduler_role(const PagedMqaLogitsArgs& args, const Maps& maps, 
 
 // --- kv warps ------------------------------------------------------------------------------------
 
-// A row of the block table, read 32 entries at a time, one read ahead. Converged.
+// A row of the block table, read 32 entries at a time, one read ahead. Entries that no context uses
+// are read like others, and not used. Converged.
 struct TableWindow {
-  const i32* row;
-  i32 num_pages;   // in use: entries behind them are not read
+  i32 width;       // of the table
   i32 num_blocks;  // of the cache
-  i32 base;        // page of lane 0
-  i32 entry;       // of page base + lane
-  i32 next;        // of page base + 32 + lane
+  const i32* row = nullptr;
+  i32 base = 0;   // page of lane 0
+  i32 entry = 0;  // of page base + lane
+  i32 next = 0;   // of page base + 32 + lane
 
-  DK_DEVICE i32 load(i32 page) const { return page < num_pages ? ptx::load_global(row + page) : 0; }
-  DK_DEVICE void open(i32 first_page) {
+  DK_DEVICE i32 load(i32 page) const { return page < width ? ptx::load_global(row + page) : 0; }
+  DK_DEVICE void open(const i32* of_row, i32 first_page) {
+    if (row == of_row && base == first_page) return;
+    row = of_row;
     base = first_page;
     entry = load(base + ptx::lane_index());
     next = load(base + 32 + ptx::lane_index());
@@ -235,6 +238,12 @@ DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>
   auto units = tile::Ring<S.query_slots()>::drainer();
   auto stages = tile::Ring<S.kv_stages>::filler(turn);
   i32 next = turn;  // the next tile of this warp, counted from the unit's first
+  TableWindow table{.width = args.table_width, .num_blocks = args.num_blocks};
+  // The run most likely begins at its first cut: entries travel while the scheduler looks.
+  const PagedCut cut = stored_cut(smem.run, 0);
+  if (cut.request < args.num_requests && cut.tile <= args.width / kPagedTileRows)
+    table.open(args.block_table + cut.request * args.table_stride,
+               (cut.tile + turn) * kPagedTileRows >> shift);
   DK_NO_UNROLL
   for (;; units.next()) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_posted[units.slot]), units.parity);
@@ -243,12 +252,10 @@ DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>
     if (num_tiles == 0) return;
     const i32 first_tile = ptx::load_shared_i32(ptx::smem_addr(&unit.first_tile));
     const i32 last_page = (ptx::load_shared_i32(ptx::smem_addr(&unit.longest)) - 1) >> shift;
-    TableWindow table{.row = args.block_table + ptx::load_shared_i64(ptx::smem_addr(&unit.table)),
-                      .num_pages = last_page + 1,
-                      .num_blocks = args.num_blocks};
+    const i32* row = args.block_table + ptx::load_shared_i64(ptx::smem_addr(&unit.table));
     ptx::sync_warp();  // all lanes have read the unit
     if (lane == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_drained[units.slot]));
-    if (next < num_tiles) table.open((first_tile + next) * kPagedTileRows >> shift);
+    if (next < num_tiles) table.open(row, (first_tile + next) * kPagedTileRows >> shift);
     DK_NO_UNROLL
     for (; next < num_tiles; next += kKvWarps, stages.advance(kKvWarps)) {
       const i32 token = (first_tile + next) * kPagedTileRows;
@@ -256,15 +263,16 @@ DK_DEVICE void kv_role(const PagedMqaLogitsArgs& args, const Maps& maps, Smem<S>
       table.move_to(token >> shift);
       // Of small pages the last tile may use a part: then the last one stands for the others.
       const i32 page = table.at(min_of((token >> shift) + min_of(lane, boxes - 1), last_page));
-      const i32 row = token & (args.block_kv - 1);  // in the page
+      const i32 first_row = token & (args.block_kv - 1);  // in the page
       ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_drained[stages.slot]), stages.parity);
       if (lane == 0) ptx::mbarrier_arrive_expect_tx(filled, kBytes);
       ptx::sync_warp();
       if (lane >= boxes) continue;
       ptx::tma_load_3d(ptx::smem_addr(&smem.kv[stages.slot][0]) + lane * box_rows * S.row_bytes(),
-                       maps.kv, filled, 0, row, page, policy);
+                       maps.kv, filled, 0, first_row, page, policy);
       ptx::bulk_load(ptx::smem_addr(&smem.kv_scale[stages.slot][0]) + lane * box_rows * 4,
-                     scales + page * args.block_stride + row * 4, box_rows * 4, filled, policy);
+                     scales + page * args.block_stride + first_row * 4, box_rows * 4, filled,
+                     policy);
     }
     next -= num_tiles;
   }

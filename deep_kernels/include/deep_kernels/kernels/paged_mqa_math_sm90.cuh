@@ -200,7 +200,7 @@ struct Math {
         .query = ptx::smem_addr(&smem.query[slot][column * S.head_dim]),
         .query_exponents = ptx::smem_addr(&smem.mx.query_exponents[slot][column]),
         .weights = ptx::smem_addr(&smem.weights[slot][column])};
-    PagedWideSum<S>::mend(logit, at, 0);
+    PagedWideSum<S>::mend(logit, 0, [&] { return at; });
   }
 
   // Rows and scales are read: the stage may be refilled.

@@ -161,15 +161,10 @@ DK_DEVICE void derive_paged_run(const PagedMqaLogitsArgs& args, i32 index, i32 n
 // the first and the last cut are not read. One warp, converged; the same in all lanes.
 DK_DEVICE PagedCut load_paged_cut(const PagedMqaLogitsArgs& args, i32 run, i32 num_runs) {
   const i32 index = static_cast<i32>(i64{run} * (args.num_cuts - 1) / num_runs);
-  i64 largest = 0;
-  DK_NO_UNROLL
-  for (i32 i = 1 + ptx::lane_index(); i <= index; i += 32)
-    largest = max_of(largest, paged_cut_order(ptx::load_global(args.schedule + 2 * i64{i}),
-                                              ptx::load_global(args.schedule + 2 * i64{i} + 1),
-                                              args.num_requests));
-  DK_UNROLL
-  for (i32 step = 1; step < 32; step *= 2)
-    largest = max_of(largest, ptx::shuffle_xor(largest, step));
+  const i64 largest = largest_cut(index, [&](i32 i) {
+    return paged_cut_order(ptx::load_global(args.schedule + 2 * i64{i}),
+                           ptx::load_global(args.schedule + 2 * i64{i} + 1), args.num_requests);
+  });
   return run == num_runs ? PagedCut{args.num_requests, 0} : paged_cut_of(largest);
 }
 
