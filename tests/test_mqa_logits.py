@@ -617,7 +617,7 @@ def cut_places(starts: list[int], ends: list[int], num_kv: int, num_heads: int) 
             continue
         begin = min(start for start, _ in spans) // 16 * 16
         num_chunks = -(-(max(end for _, end in spans) - begin) // 256)
-        places += [(block, 0)] * 2 + [(block, chunk) for chunk in range(num_chunks)]
+        places += [(block, 0)] + [(block, chunk) for chunk in range(num_chunks)]
     return [*places, (-(-len(starts) // tokens), 0)]
 
 
