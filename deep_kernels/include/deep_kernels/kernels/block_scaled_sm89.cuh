@@ -1,0 +1,339 @@
+// The main loop that the fold and the plain GEMM share where mma.sync, ldmatrix and cp.async are
+// all there is: x times the transpose of w, a scale for 128 elements of k.
+//
+// A tile is a few tokens against one or two halves of 128 rows of w. Eight warps share it: each has
+// 32 tokens and the same part of every half, so that gate and up of a column meet in one lane. The
+// rows of w are given to the MMA's columns in such an order that a lane ends up with neighbouring
+// columns, see `weight_row`. Blocks of 128 of k stream through a ring of stages without regard to
+// where a tile ends: the first stage of the next one is on its way while this one is finished.
+#pragma once
+
+#include "deep_kernels/contract/silu_fold.h"
+#include "deep_kernels/ptx/base.cuh"
+#include "deep_kernels/tile/e4m3_mma.cuh"
+#include "deep_kernels/tile/fragments.cuh"
+#include "deep_kernels/tile/layout.cuh"
+#include "deep_kernels/tile/pipeline.cuh"
+
+namespace deep_kernels::block_scaled_sm89 {
+
+inline constexpr i32 kThreads = 256;
+inline constexpr i32 kWarpTokens = 32;   // two MMAs of 16
+inline constexpr i32 kRowsPerCopy = 32;  // rows of 128 bytes that all threads copy at once
+
+// How the warps share a tile, and what a lane holds of it.
+template <i32 kTokens, i32 kTileHalves>
+struct Shape {
+  static constexpr i32 kTileTokens = kTokens;
+  static constexpr i32 kHalves = kTileHalves;  // of columns, 128 each
+  static constexpr i32 kTokenWarps = kTileTokens / kWarpTokens;
+  static constexpr i32 kColumnWarps = kThreads / 32 / kTokenWarps;
+  static constexpr i32 kWarpColumns = kScaleBlock / kColumnWarps;     // of each half
+  static constexpr i32 kOctets = kWarpColumns / 8;                    // of each half
+  static constexpr i32 kGroupOctets = min_of(4, kOctets);             // whose columns are permuted
+  static constexpr i32 kGroups = kOctets / kGroupOctets;              // of each half
+  static constexpr i32 kLaneColumns = 2 * kGroupOctets;               // neighbours, of a group
+  static constexpr i32 kPassOctets = min_of(8, kTileHalves * kOctets);  // summed at a time
+  static constexpr i32 kPasses = kTileHalves * kOctets / kPassOctets;
+  static_assert(kTokenWarps * kColumnWarps * 32 == kThreads && kOctets % 2 == 0);
+
+  static DK_DEVICE i32 warp_token() { return ptx::warp_index() % kTokenWarps * kWarpTokens; }
+  static DK_DEVICE i32 column_warp() { return ptx::warp_index() / kTokenWarps; }
+  // The lane's token number `row`, 0 to 3: of an MMA's accumulators the first two belong to an even
+  // one, the last two to the odd one behind it.
+  static DK_DEVICE i32 token(i32 row) { return warp_token() + 8 * row + ptx::lane_index() / 4; }
+  // The first of the lane's neighbouring columns of a group, in a half.
+  static DK_DEVICE i32 column(i32 group) {
+    return column_warp() * kWarpColumns + group * 8 * kGroupOctets +
+           ptx::lane_index() % 4 * kLaneColumns;
+  }
+  // Which row of a half belongs to row `place` of the second operand. Lane t of a quad gets columns
+  // 2t and 2t + 1 of octet j: these are number 2j and 2j + 1 of its neighbouring columns.
+  static DK_DEVICE i32 weight_row(i32 place) {
+    constexpr i32 kGroupRows = 8 * kGroupOctets;
+    const i32 octet = place % kGroupRows / 8;
+    const i32 lane = place % 8 / 2;
+    return place / kGroupRows * kGroupRows + lane * kLaneColumns + 2 * octet + place % 2;
+  }
+};
+
+// 128 rows of w, or as many as there are.
+struct WeightRows {
+  i64 first;
+  i32 count;
+  i32 scale_row;
+};
+template <i32 kHalves>
+struct TileRows {
+  i32 first_token;
+  WeightRows half[kHalves];
+};
+
+// Tiles in an order that keeps both operands of those in work near: all columns of 2048 tokens
+// before the tokens behind them.
+struct TilePlace {
+  i32 tokens;   // tile of tokens
+  i32 columns;  // tile of columns
+};
+template <i32 kTileTokens>
+DK_DEVICE TilePlace place_of_tile(i32 tile, i32 num_tokens, i32 column_tiles) {
+  constexpr i32 kGroup = 2048 / kTileTokens;
+  const i32 first = tile / (kGroup * column_tiles) * kGroup;
+  const i32 inside = tile % (kGroup * column_tiles);
+  const i32 group = min_of(kGroup, ceil_div(num_tokens, kTileTokens) - first);
+  return {first + inside % group, inside / group};
+}
+
+template <class Shape, i32 kStages>
+struct Rings {
+  struct Stage {
+    u8 x[Shape::kTileTokens * kScaleBlock];               // swizzled
+    u8 w[Shape::kHalves * kScaleBlock * kScaleBlock];     // swizzled
+  };
+  alignas(1024) Stage stage[kStages];
+};
+
+// Sums of a lane: [half, octet][MMA of 16 tokens][accumulator].
+template <class Shape>
+struct Sums {
+  float value[Shape::kHalves * Shape::kOctets][2][4];
+
+  DK_DEVICE void clear() {
+    DK_UNROLL
+    for (i32 i = 0; i < Shape::kHalves * Shape::kOctets; ++i)
+      DK_UNROLL
+      for (i32 j = 0; j < 8; ++j) value[i][j / 4][j % 4] = 0.0f;
+  }
+  // Two neighbouring columns, see Shape::token and Shape::column.
+  DK_DEVICE void pair(float (&columns)[2], i32 half, i32 octet, i32 row) const {
+    const float(&sums)[4] = value[half * Shape::kOctets + octet][row / 2];
+    columns[0] = sums[row % 2 * 2];
+    columns[1] = sums[row % 2 * 2 + 1];
+  }
+};
+
+// Work is a list of units, whose rows are multiplied one after the other:
+//   i32 num_units(); TileRows<Shape::kHalves> rows(i32 unit)
+// Of these a block takes every num_blocks()th run of Work::kUnitsPerTile.
+template <class Shape, i32 kStages, class Work>
+struct Multiplier {
+  static constexpr i32 kAhead = kStages - 1;  // stages that are loaded ahead
+
+  // What a thread copies: 16 bytes of k of every 32nd row.
+  struct Source {
+    const u8* x;
+    const u8* w[Shape::kHalves];
+    i32 tokens;  // that are left from the first of its rows on
+    i32 columns[Shape::kHalves];
+  };
+  struct Scales {
+    float x[4];  // of the lane's tokens
+    float w[Shape::kHalves];
+  };
+
+  const BlockScaledArgs& args;
+  const Work& work;
+  Rings<Shape, kStages>& rings;
+  i32 num_k_blocks;
+  // Loads run ahead: where they are.
+  i32 load_unit;
+  i32 load_block;
+  Source source;
+  tile::Ring<kStages> fills;
+  tile::Ring<kStages> drains;
+
+  DK_DEVICE Multiplier(const BlockScaledArgs& args, const Work& work, Rings<Shape, kStages>& rings)
+      : args(args),
+        work(work),
+        rings(rings),
+        num_k_blocks(ceil_div(args.k, kScaleBlock)),
+        load_unit(first_unit()),
+        load_block(0),
+        source{},
+        fills(tile::Ring<kStages>::filler()),
+        drains(tile::Ring<kStages>::drainer()) {
+    find_source();
+    DK_UNROLL
+    for (i32 ahead = 0; ahead < kAhead; ++ahead) load();
+  }
+
+  // --- the units of this block
+  static DK_DEVICE i32 first_unit() { return ptx::block_index() * Work::kUnitsPerTile; }
+  static DK_DEVICE i32 unit_behind(i32 unit) {
+    const i32 next = unit + 1;
+    return next % Work::kUnitsPerTile != 0 ? next
+                                           : next + (ptx::num_blocks() - 1) * Work::kUnitsPerTile;
+  }
+
+  // --- loads
+  static DK_DEVICE i32 copied_row() { return ptx::thread_index() / 8; }
+  static DK_DEVICE i32 copied_chunk() { return ptx::thread_index() % 8; }
+
+  DK_DEVICE void find_source() {
+    if (load_unit >= work.num_units()) return;
+    const TileRows<Shape::kHalves> rows = work.rows(load_unit);
+    const i64 token = rows.first_token + copied_row();
+    source.x = args.x + token * args.x_stride + 16 * copied_chunk();
+    source.tokens = args.num_tokens - rows.first_token - copied_row();
+    DK_UNROLL
+    for (i32 half = 0; half < Shape::kHalves; ++half) {
+      const i32 row = Shape::weight_row(copied_row());
+      source.w[half] = args.w + (rows.half[half].first + row) * args.w_stride + 16 * copied_chunk();
+      source.columns[half] = rows.half[half].count - row;
+    }
+  }
+
+  // Of `left` rows the first, the 32nd behind it and so on. Nothing is read where none is left.
+  template <i32 kRows>
+  DK_DEVICE void copy_rows(const u8* tile, const u8* from, i64 stride, i32 left) const {
+    const u32 to =
+        ptx::smem_addr(tile) + tile::swizzled_offset<kScaleBlock>(copied_row(), copied_chunk());
+    const i32 k = load_block * kScaleBlock;
+    if (k + 16 * copied_chunk() >= args.k) left = 0;
+    DK_UNROLL
+    for (i32 row = 0; row < kRows; row += kRowsPerCopy) {
+      const bool there = row < left;
+      // An address must be valid even if nothing is read.
+      ptx::cp_async_16(to + row * kScaleBlock, there ? from + k + row * stride : args.x,
+                       there ? 16 : 0);
+    }
+  }
+
+  // The next block of k, one copy group; an empty one behind the last.
+  DK_DEVICE void load() {
+    if (load_unit < work.num_units()) {
+      auto& stage = rings.stage[fills.slot];
+      copy_rows<Shape::kTileTokens>(stage.x, source.x, args.x_stride, source.tokens);
+      DK_UNROLL
+      for (i32 half = 0; half < Shape::kHalves; ++half)
+        copy_rows<kScaleBlock>(stage.w + half * kScaleBlock * kScaleBlock, source.w[half],
+                               args.w_stride, source.columns[half]);
+      fills.next();
+      if (++load_block == num_k_blocks) {
+        load_block = 0;
+        load_unit = unit_behind(load_unit);
+        find_source();
+      }
+    }
+    ptx::cp_async_commit_group();
+  }
+
+  DK_DEVICE float load_w_scale(i64 row, i32 block) const {
+    const i64 at = row * args.w_scale_row_stride + block * args.w_scale_block_stride;
+    if (args.w_scale_dtype == DType::float32)
+      return ptx::load_global(static_cast<const float*>(args.w_scale) + at);
+    return ptx::float_of_bf16(ptx::load_global(static_cast<const u16*>(args.w_scale) + at));
+  }
+  DK_DEVICE Scales load_scales(const TileRows<Shape::kHalves>& rows, i32 block) const {
+    Scales scales;
+    DK_UNROLL
+    for (i32 row = 0; row < 4; ++row) {
+      const i32 token = rows.first_token + Shape::token(row);
+      const i64 at = token * args.x_scale_token_stride + block * args.x_scale_block_stride;
+      scales.x[row] = token < args.num_tokens ? ptx::load_global(args.x_scale + at) : 0.0f;
+    }
+    DK_UNROLL
+    for (i32 half = 0; half < Shape::kHalves; ++half)
+      scales.w[half] =
+          rows.half[half].count > 0 ? load_w_scale(rows.half[half].scale_row, block) : 0.0f;
+    return scales;
+  }
+
+  // --- products
+  using Mma = tile::E4m3Mma<>;
+  using Part = float[Shape::kPassOctets][2][4];
+
+  // Octets of a pass against the warp's tokens, all of a stage's k. `x`, `w`: the warp's rows.
+  static DK_DEVICE void multiply(Part& part, u32 x, u32 w, i32 pass) {
+    DK_UNROLL
+    for (i32 step = 0; step < kScaleBlock / 32; ++step) {
+      Mma::A a[2];
+      DK_UNROLL
+      for (i32 i = 0; i < 2; ++i) {
+        u32 bytes[4];
+        tile::load_a_fragment<kScaleBlock>(bytes, x + 16 * i * kScaleBlock, step);
+        a[i] = Mma::first(bytes);
+      }
+      DK_UNROLL
+      for (i32 octet = 0; octet < Shape::kPassOctets; octet += 2) {
+        const i32 of_tile = pass * Shape::kPassOctets + octet;
+        const i32 row =
+            of_tile / Shape::kOctets * kScaleBlock + of_tile % Shape::kOctets * 8;  // half, octet
+        u32 bytes[2][2];
+        tile::load_b_fragments<kScaleBlock>(bytes, w + row * kScaleBlock, step);
+        DK_UNROLL
+        for (i32 i = 0; i < 2; ++i) {
+          const Mma::B b = Mma::second(bytes[i][0], bytes[i][1]);
+          DK_UNROLL
+          for (i32 j = 0; j < 2; ++j) Mma::add(part[octet + i][j], a[j], b);
+        }
+      }
+    }
+  }
+
+  DK_DEVICE void add_stage(Sums<Shape>& sums, const Scales& scales) const {
+    const auto& stage = rings.stage[drains.slot];
+    const u32 x = ptx::smem_addr(stage.x) + Shape::warp_token() * kScaleBlock;
+    const u32 w =
+        ptx::smem_addr(stage.w) + Shape::column_warp() * Shape::kWarpColumns * kScaleBlock;
+    DK_UNROLL
+    for (i32 pass = 0; pass < Shape::kPasses; ++pass) {
+      Part part = {};
+      multiply(part, x, w, pass);
+      DK_UNROLL
+      for (i32 octet = 0; octet < Shape::kPassOctets; ++octet) {
+        const i32 of_tile = pass * Shape::kPassOctets + octet;
+        DK_UNROLL
+        for (i32 i = 0; i < 8; ++i) {
+          float& sum = sums.value[of_tile][i / 4][i % 4];
+          sum = ptx::fma(part[octet][i / 4][i % 4],
+                         scales.x[i / 2] * scales.w[of_tile / Shape::kOctets], sum);
+        }
+      }
+    }
+  }
+
+  // All threads: the sums of one unit over all of k. Units come in the order of unit_behind().
+  DK_DEVICE void run(Sums<Shape>& sums, const TileRows<Shape::kHalves>& rows) {
+    sums.clear();
+    DK_NO_UNROLL
+    for (i32 block = 0; block < num_k_blocks; ++block) {
+      const Scales scales = load_scales(rows, block);  // they come while the stage is awaited
+      if constexpr (kAhead == 0) {
+        ptx::sync_threads();  // all are done with the only stage
+        load();
+        ptx::cp_async_wait_group<0>();
+        ptx::sync_threads();
+      } else {
+        ptx::cp_async_wait_group<kAhead - 1>();
+        ptx::sync_threads();  // the stage is there for all, and all are done with the one before it
+        load();
+      }
+      add_stage(sums, scales);
+      drains.next();
+    }
+  }
+};
+
+// Words into global memory, in one piece where the address allows.
+template <i32 kWords>
+DK_DEVICE void store_words(void* to, const u32 (&words)[kWords]) {
+  static_assert(kWords == 1 || kWords == 2 || kWords % 4 == 0);
+  constexpr u32 kUnit = 4 * min_of(kWords, 4);
+  u8* bytes = static_cast<u8*>(to);
+  if (ptx::bytes_to_aligned(to, kUnit) != 0) {
+    DK_UNROLL
+    for (i32 i = 0; i < 4 * kWords; ++i)
+      ptx::store_global(bytes + i, static_cast<u8>(words[i / 4] >> 8 * (i % 4)));
+  } else if constexpr (kWords == 1) {
+    ptx::store_global(static_cast<i32*>(to), static_cast<i32>(words[0]));
+  } else if constexpr (kWords == 2) {
+    ptx::store_global_x2(to, words[0], words[1]);
+  } else {
+    DK_UNROLL
+    for (i32 i = 0; i < kWords; i += 4)
+      ptx::store_global_x4(bytes + 4 * i, words[i], words[i + 1], words[i + 2], words[i + 3]);
+  }
+}
+
+}  // namespace deep_kernels::block_scaled_sm89
