@@ -138,7 +138,7 @@ constexpr i32 fold_smem_bytes(Backend backend, i32 token_groups, i32 stages,
   if (backend == Backend::sm90) return rings + 256;  // barriers
   const i32 element_bytes = rounding == Rounding::bfloat16 ? 2 : 4;
   const i32 gate = algorithm == FoldAlgorithm::two_pass ? tokens * kScaleBlock * element_bytes : 0;
-  return rings + gate + 1024;  // act(gate); maxima
+  return rings + gate + 3072;  // act(gate); scales, maxima
 }
 // Tiles of all tokens and columns, and how many blocks of the grid take turns.
 constexpr i64 fold_num_tiles(i32 num_tokens, i32 num_blocks, i32 tile_tokens) {

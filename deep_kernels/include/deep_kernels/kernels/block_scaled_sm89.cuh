@@ -57,16 +57,18 @@ struct Shape {
   }
 };
 
-// 128 rows of w, or as many as there are.
-struct WeightRows {
-  i64 first;
-  i32 count;
-  i32 scale_row;
-};
-template <i32 kHalves>
+// What a tile is made of: tokens, and of w the rows of its first half. Second halves lie the same
+// step further in all tiles.
 struct TileRows {
   i32 first_token;
-  WeightRows half[kHalves];
+  i32 num_columns;  // of the half that exist, perhaps more than 128; may be negative in the second
+  i64 first_row;
+  i32 scale_row;
+};
+struct HalfStep {
+  i32 rows;
+  i32 columns;  // fewer
+  i32 scale_rows;
 };
 
 // Tiles in an order that keeps both operands of those in work near: all columns of 2048 tokens
@@ -86,11 +88,13 @@ DK_DEVICE TilePlace place_of_tile(i32 tile, i32 num_tokens, i32 column_tiles) {
 
 template <class Shape, i32 kStages>
 struct Rings {
+  static constexpr i32 kNumScales = Shape::kTileTokens + Shape::kHalves;  // of x, then of w
   struct Stage {
-    u8 x[Shape::kTileTokens * kScaleBlock];               // swizzled
-    u8 w[Shape::kHalves * kScaleBlock * kScaleBlock];     // swizzled
+    u8 x[Shape::kTileTokens * kScaleBlock];            // swizzled
+    u8 w[Shape::kHalves * kScaleBlock * kScaleBlock];  // swizzled
   };
   alignas(1024) Stage stage[kStages];
+  float scale[kStages][kNumScales];
 };
 
 // Sums of a lane: [half, octet][MMA of 16 tokens][accumulator].
@@ -113,22 +117,20 @@ struct Sums {
 };
 
 // Work is a list of units, whose rows are multiplied one after the other:
-//   i32 num_units(); TileRows<Shape::kHalves> rows(i32 unit)
+//   i32 num_units(); TileRows rows(i32 unit); HalfStep half_step()
 // Of these a block takes every num_blocks()th run of Work::kUnitsPerTile.
 template <class Shape, i32 kStages, class Work>
 struct Multiplier {
   static constexpr i32 kAhead = kStages - 1;  // stages that are loaded ahead
+  static_assert(kStages == 1 || kStages == 2);  // a thread carries one scale
 
   // What a thread copies: 16 bytes of k of every 32nd row.
   struct Source {
     const u8* x;
-    const u8* w[Shape::kHalves];
-    i32 tokens;  // that are left from the first of its rows on
-    i32 columns[Shape::kHalves];
-  };
-  struct Scales {
-    float x[4];  // of the lane's tokens
-    float w[Shape::kHalves];
+    const u8* w;
+    i32 tokens;   // that are left from the first of its rows on
+    i32 columns;  // the same of w, first half
+    i64 scale;    // index of the thread's scale in those of x or of w; negative: none
   };
 
   const BlockScaledArgs& args;
@@ -139,6 +141,7 @@ struct Multiplier {
   i32 load_unit;
   i32 load_block;
   Source source;
+  float scale;  // the thread's, of the block that was loaded last
   tile::Ring<kStages> fills;
   tile::Ring<kStages> drains;
 
@@ -150,6 +153,7 @@ struct Multiplier {
         load_unit(first_unit()),
         load_block(0),
         source{},
+        scale(0.0f),
         fills(tile::Ring<kStages>::filler()),
         drains(tile::Ring<kStages>::drainer()) {
     find_source();
@@ -171,16 +175,22 @@ struct Multiplier {
 
   DK_DEVICE void find_source() {
     if (load_unit >= work.num_units()) return;
-    const TileRows<Shape::kHalves> rows = work.rows(load_unit);
-    const i64 token = rows.first_token + copied_row();
-    source.x = args.x + token * args.x_stride + 16 * copied_chunk();
+    const TileRows rows = work.rows(load_unit);
+    const i32 row = Shape::weight_row(copied_row());
+    source.x = args.x + i64{rows.first_token + copied_row()} * args.x_stride + 16 * copied_chunk();
+    source.w = args.w + (rows.first_row + row) * args.w_stride + 16 * copied_chunk();
     source.tokens = args.num_tokens - rows.first_token - copied_row();
-    DK_UNROLL
-    for (i32 half = 0; half < Shape::kHalves; ++half) {
-      const i32 row = Shape::weight_row(copied_row());
-      source.w[half] = args.w + (rows.half[half].first + row) * args.w_stride + 16 * copied_chunk();
-      source.columns[half] = rows.half[half].count - row;
-    }
+    source.columns = rows.num_columns - row;
+    source.scale = scale_index(rows, ptx::thread_index());
+  }
+  // Where the scale number `i` of a stage lies.
+  DK_DEVICE i64 scale_index(const TileRows& rows, i32 i) const {
+    const HalfStep step = work.half_step();
+    const i32 token = rows.first_token + i;
+    const i32 half = i - Shape::kTileTokens;
+    if (half < 0) return token < args.num_tokens ? token * args.x_scale_token_stride : -1;
+    if (half >= Shape::kHalves || half * step.columns >= rows.num_columns) return -1;
+    return (rows.scale_row + half * step.scale_rows) * args.w_scale_row_stride;
   }
 
   // Of `left` rows the first, the 32nd behind it and so on. Nothing is read where none is left.
@@ -202,12 +212,15 @@ struct Multiplier {
   // The next block of k, one copy group; an empty one behind the last.
   DK_DEVICE void load() {
     if (load_unit < work.num_units()) {
+      const HalfStep step = work.half_step();
       auto& stage = rings.stage[fills.slot];
       copy_rows<Shape::kTileTokens>(stage.x, source.x, args.x_stride, source.tokens);
       DK_UNROLL
       for (i32 half = 0; half < Shape::kHalves; ++half)
-        copy_rows<kScaleBlock>(stage.w + half * kScaleBlock * kScaleBlock, source.w[half],
-                               args.w_stride, source.columns[half]);
+        copy_rows<kScaleBlock>(stage.w + half * kScaleBlock * kScaleBlock,
+                               source.w + half * i64{step.rows} * args.w_stride, args.w_stride,
+                               source.columns - half * step.columns);
+      scale = load_scale();
       fills.next();
       if (++load_block == num_k_blocks) {
         load_block = 0;
@@ -218,25 +231,19 @@ struct Multiplier {
     ptx::cp_async_commit_group();
   }
 
-  DK_DEVICE float load_w_scale(i64 row, i32 block) const {
-    const i64 at = row * args.w_scale_row_stride + block * args.w_scale_block_stride;
+  DK_DEVICE float load_scale() const {
+    if (source.scale < 0) return 0.0f;
+    if (ptx::thread_index() < Shape::kTileTokens)
+      return ptx::load_global(args.x_scale + source.scale + load_block * args.x_scale_block_stride);
+    const i64 at = source.scale + load_block * args.w_scale_block_stride;
     if (args.w_scale_dtype == DType::float32)
       return ptx::load_global(static_cast<const float*>(args.w_scale) + at);
     return ptx::float_of_bf16(ptx::load_global(static_cast<const u16*>(args.w_scale) + at));
   }
-  DK_DEVICE Scales load_scales(const TileRows<Shape::kHalves>& rows, i32 block) const {
-    Scales scales;
-    DK_UNROLL
-    for (i32 row = 0; row < 4; ++row) {
-      const i32 token = rows.first_token + Shape::token(row);
-      const i64 at = token * args.x_scale_token_stride + block * args.x_scale_block_stride;
-      scales.x[row] = token < args.num_tokens ? ptx::load_global(args.x_scale + at) : 0.0f;
-    }
-    DK_UNROLL
-    for (i32 half = 0; half < Shape::kHalves; ++half)
-      scales.w[half] =
-          rows.half[half].count > 0 ? load_w_scale(rows.half[half].scale_row, block) : 0.0f;
-    return scales;
+  // The scale that came with the stage that is drained next; a barrier must follow.
+  DK_DEVICE void post_scale() const {
+    if (ptx::thread_index() < Rings<Shape, kStages>::kNumScales)
+      ptx::store_shared_f32(ptx::smem_addr(&rings.scale[drains.slot][ptx::thread_index()]), scale);
   }
 
   // --- products
@@ -271,45 +278,59 @@ struct Multiplier {
     }
   }
 
-  DK_DEVICE void add_stage(Sums<Shape>& sums, const Scales& scales) const {
+  DK_DEVICE void add_stage(Sums<Shape>& sums) const {
     const auto& stage = rings.stage[drains.slot];
     const u32 x = ptx::smem_addr(stage.x) + Shape::warp_token() * kScaleBlock;
     const u32 w =
         ptx::smem_addr(stage.w) + Shape::column_warp() * Shape::kWarpColumns * kScaleBlock;
     DK_UNROLL
     for (i32 pass = 0; pass < Shape::kPasses; ++pass) {
+      if (pass > 0) ptx::sync_warp();  // else ptxas keeps all of x in registers, and spills
       Part part = {};
       multiply(part, x, w, pass);
+      promote(sums, part, pass);
+    }
+  }
+  DK_DEVICE void promote(Sums<Shape>& sums, const Part& part, i32 pass) const {
+    const u32 scales = ptx::smem_addr(&rings.scale[drains.slot][0]);
+    float of_token[4];
+    float of_half[Shape::kHalves];
+    DK_UNROLL
+    for (i32 row = 0; row < 4; ++row)
+      of_token[row] = ptx::load_shared_f32(scales + Shape::token(row) * sizeof(float));
+    DK_UNROLL
+    for (i32 half = 0; half < Shape::kHalves; ++half)
+      of_half[half] = ptx::load_shared_f32(scales + (Shape::kTileTokens + half) * sizeof(float));
+    DK_UNROLL
+    for (i32 octet = 0; octet < Shape::kPassOctets; ++octet) {
+      const i32 of_tile = pass * Shape::kPassOctets + octet;
       DK_UNROLL
-      for (i32 octet = 0; octet < Shape::kPassOctets; ++octet) {
-        const i32 of_tile = pass * Shape::kPassOctets + octet;
-        DK_UNROLL
-        for (i32 i = 0; i < 8; ++i) {
-          float& sum = sums.value[of_tile][i / 4][i % 4];
-          sum = ptx::fma(part[octet][i / 4][i % 4],
-                         scales.x[i / 2] * scales.w[of_tile / Shape::kOctets], sum);
-        }
+      for (i32 i = 0; i < 8; ++i) {
+        float& sum = sums.value[of_tile][i / 4][i % 4];
+        sum = ptx::fma(part[octet][i / 4][i % 4], of_token[i / 2] * of_half[of_tile / Shape::kOctets],
+                       sum);
       }
     }
   }
 
-  // All threads: the sums of one unit over all of k. Units come in the order of unit_behind().
-  DK_DEVICE void run(Sums<Shape>& sums, const TileRows<Shape::kHalves>& rows) {
+  // All threads: the sums of the next unit, in the order of unit_behind(), over all of k.
+  DK_DEVICE void run(Sums<Shape>& sums) {
     sums.clear();
     DK_NO_UNROLL
     for (i32 block = 0; block < num_k_blocks; ++block) {
-      const Scales scales = load_scales(rows, block);  // they come while the stage is awaited
       if constexpr (kAhead == 0) {
         ptx::sync_threads();  // all are done with the only stage
         load();
+        post_scale();
         ptx::cp_async_wait_group<0>();
         ptx::sync_threads();
       } else {
+        post_scale();
         ptx::cp_async_wait_group<kAhead - 1>();
         ptx::sync_threads();  // the stage is there for all, and all are done with the one before it
         load();
       }
-      add_stage(sums, scales);
+      add_stage(sums);
       drains.next();
     }
   }

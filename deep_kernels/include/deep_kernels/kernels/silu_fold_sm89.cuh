@@ -70,23 +70,15 @@ struct FoldWork {
   DK_DEVICE TilePlace place(i32 tile) const {
     return place_of_tile<S.tile_tokens()>(tile, args.gemm.num_tokens, column_blocks());
   }
-  DK_DEVICE WeightRows weight_rows(i32 block, i32 operand) const {
-    const i32 column = block * kScaleBlock;
-    return {.first = i64{operand} * args.num_columns + column,
-            .count = min_of(kScaleBlock, args.num_columns - column),
-            .scale_row = operand * column_blocks() + block};
-  }
-  DK_DEVICE TileRows<FoldShape<S>::kHalves> rows(i32 unit) const {
+  DK_DEVICE HalfStep half_step() const { return {args.num_columns, 0, column_blocks()}; }
+  DK_DEVICE TileRows rows(i32 unit) const {
     const TilePlace at = place(unit / kUnitsPerTile);
-    TileRows<FoldShape<S>::kHalves> rows;
-    rows.first_token = at.tokens * S.tile_tokens();
-    if constexpr (kTwoPass<S>) {
-      rows.half[0] = weight_rows(at.columns, unit % 2);
-    } else {
-      rows.half[0] = weight_rows(at.columns, 0);
-      rows.half[1] = weight_rows(at.columns, 1);
-    }
-    return rows;
+    const i32 operand = unit % kUnitsPerTile;  // 1: up rows, of two_pass
+    const i32 column = at.columns * kScaleBlock;
+    return {.first_token = at.tokens * S.tile_tokens(),
+            .num_columns = args.num_columns - column,
+            .first_row = i64{operand} * args.num_columns + column,
+            .scale_row = operand * column_blocks() + at.columns};
   }
 };
 
@@ -221,12 +213,10 @@ DK_DEVICE void silu_fold_sm89(const SiluFoldArgs& args) {
     const Finish<S> finish{args, smem, at.tokens * S.tile_tokens(), at.columns};
     Sums<FoldShape<S>> sums;
     if constexpr (kTwoPass<S>) {
-      gemm.run(sums, work.rows(2 * tile));
+      gemm.run(sums);
       finish.keep_gate(sums);
-      gemm.run(sums, work.rows(2 * tile + 1));
-    } else {
-      gemm.run(sums, work.rows(tile));
     }
+    gemm.run(sums);
     finish.run(sums);
   }
 }
