@@ -200,12 +200,13 @@ struct Multiplier {
         ptx::smem_addr(tile) + tile::swizzled_offset<kScaleBlock>(copied_row(), copied_chunk());
     const i32 k = load_block * kScaleBlock;
     if (k + 16 * copied_chunk() >= args.k) left = 0;
+    from += k;
     DK_UNROLL
     for (i32 row = 0; row < kRows; row += kRowsPerCopy) {
       const bool there = row < left;
       // An address must be valid even if nothing is read.
-      ptx::cp_async_16(to + row * kScaleBlock, there ? from + k + row * stride : args.x,
-                       there ? 16 : 0);
+      ptx::cp_async_16(to + row * kScaleBlock, there ? from : args.x, there ? 16 : 0);
+      from += kRowsPerCopy * stride;
     }
   }
 
@@ -250,31 +251,39 @@ struct Multiplier {
   using Mma = tile::E4m3Mma<>;
   using Part = float[Shape::kPassOctets][2][4];
 
-  // Octets of a pass against the warp's tokens, all of a stage's k. `x`, `w`: the warp's rows.
-  static DK_DEVICE void multiply(Part& part, u32 x, u32 w, i32 pass) {
+  // Octets of a pass against the warp's tokens, 32 of k. `x`, `w`: the warp's rows of a stage.
+  static DK_DEVICE void multiply(Part& part, u32 x, u32 w, i32 pass, i32 step) {
+    Mma::A a[2];
     DK_UNROLL
-    for (i32 step = 0; step < kScaleBlock / 32; ++step) {
-      Mma::A a[2];
+    for (i32 i = 0; i < 2; ++i) {
+      u32 bytes[4];
+      tile::load_a_fragment<kScaleBlock>(bytes, x + 16 * i * kScaleBlock, step);
+      a[i] = Mma::first(bytes);
+    }
+    DK_UNROLL
+    for (i32 octet = 0; octet < Shape::kPassOctets; octet += 2) {
+      const i32 of_tile = pass * Shape::kPassOctets + octet;
+      const i32 row = of_tile / Shape::kOctets * kScaleBlock + of_tile % Shape::kOctets * 8;
+      u32 bytes[2][2];
+      tile::load_b_fragments<kScaleBlock>(bytes, w + row * kScaleBlock, step);
       DK_UNROLL
       for (i32 i = 0; i < 2; ++i) {
-        u32 bytes[4];
-        tile::load_a_fragment<kScaleBlock>(bytes, x + 16 * i * kScaleBlock, step);
-        a[i] = Mma::first(bytes);
-      }
-      DK_UNROLL
-      for (i32 octet = 0; octet < Shape::kPassOctets; octet += 2) {
-        const i32 of_tile = pass * Shape::kPassOctets + octet;
-        const i32 row =
-            of_tile / Shape::kOctets * kScaleBlock + of_tile % Shape::kOctets * 8;  // half, octet
-        u32 bytes[2][2];
-        tile::load_b_fragments<kScaleBlock>(bytes, w + row * kScaleBlock, step);
+        const Mma::B b = Mma::second(bytes[i]);
         DK_UNROLL
-        for (i32 i = 0; i < 2; ++i) {
-          const Mma::B b = Mma::second(bytes[i][0], bytes[i][1]);
-          DK_UNROLL
-          for (i32 j = 0; j < 2; ++j) Mma::add(part[octet + i][j], a[j], b);
-        }
+        for (i32 j = 0; j < 2; ++j) Mma::add(part[octet + i][j], a[j], b);
       }
+    }
+  }
+  // All of a stage's k. With two passes ptxas has no registers left to look further ahead than one
+  // step, tries nevertheless, and spills.
+  static DK_DEVICE void multiply(Part& part, u32 x, u32 w, i32 pass) {
+    constexpr i32 kSteps = kScaleBlock / 32;
+    if constexpr (Shape::kPasses == 1) {
+      DK_UNROLL
+      for (i32 step = 0; step < kSteps; ++step) multiply(part, x, w, pass, step);
+    } else {
+      DK_NO_UNROLL
+      for (i32 step = 0; step < kSteps; ++step) multiply(part, x, w, pass, step);
     }
   }
 
@@ -285,7 +294,6 @@ struct Multiplier {
         ptx::smem_addr(stage.w) + Shape::column_warp() * Shape::kWarpColumns * kScaleBlock;
     DK_UNROLL
     for (i32 pass = 0; pass < Shape::kPasses; ++pass) {
-      if (pass > 0) ptx::sync_warp();  // else ptxas keeps all of x in registers, and spills
       Part part = {};
       multiply(part, x, w, pass);
       promote(sums, part, pass);

@@ -16,7 +16,7 @@ struct E4m3Mma {
   };
 
   static DK_DEVICE A first(const u32 (&a)[4]) { return {{a[0], a[1], a[2], a[3]}}; }
-  static DK_DEVICE B second(u32 b0, u32 b1) { return {{b0, b1}}; }
+  static DK_DEVICE B second(const u32 (&b)[2]) { return {{b[0], b[1]}}; }
   static DK_DEVICE void add(float (&d)[4], const A& a, const B& b) {
     ptx::mma_m16n8k32_e4m3(d, a.bytes, b.bytes);
   }
@@ -43,9 +43,9 @@ struct E4m3Mma<false> {
     }
     return wide;
   }
-  static DK_DEVICE B second(u32 b0, u32 b1) {
-    return {{{ptx::f16x2_of_e4m3x4<0>(b0), ptx::f16x2_of_e4m3x4<0>(b1)},
-             {ptx::f16x2_of_e4m3x4<1>(b0), ptx::f16x2_of_e4m3x4<1>(b1)}}};
+  static DK_DEVICE B second(const u32 (&b)[2]) {
+    return {{{ptx::f16x2_of_e4m3x4<0>(b[0]), ptx::f16x2_of_e4m3x4<0>(b[1])},
+             {ptx::f16x2_of_e4m3x4<1>(b[0]), ptx::f16x2_of_e4m3x4<1>(b[1])}}};
   }
   static DK_DEVICE void add(float (&d)[4], const A& a, const B& b) {
     DK_UNROLL
