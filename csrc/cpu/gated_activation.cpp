@@ -11,10 +11,20 @@ namespace {
 
 constexpr u32 kMagnitude = 0x7fffffffu;
 constexpr u32 kInfinityBits = 0x7f800000u;
-constexpr u8 kNanCode = 0x7f;
+constexpr u32 kNanCode = 0x7f;
 
 // Wanted inside of every clone of its caller.
 #define DK_INLINE inline __attribute__((always_inline))
+
+// A conditional between computed values would keep a loop scalar.
+DK_INLINE u32 select(bool condition, u32 yes, u32 no) {
+  const u32 mask = 0u - static_cast<u32>(condition);
+  return (yes & mask) | (no & ~mask);
+}
+DK_INLINE float select(bool condition, float yes, float no) {
+  return std::bit_cast<float>(
+      select(condition, std::bit_cast<u32>(yes), std::bit_cast<u32>(no)));
+}
 
 // exp(x) of x <= 0, within 2 units in the last place; NaN stays. What float32 cannot hold is 0.
 DK_INLINE float exp_of_negative(float x) {
@@ -22,7 +32,7 @@ DK_INLINE float exp_of_negative(float x) {
   constexpr float kLn2High = 0.693145751953125f;  // 15 bits, so that times a count it is exact
   constexpr float kLn2Low = 1.42860677e-6f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const float bounded = x < -127.0f ? -127.0f : x;  // written so that NaN goes through
+  const float bounded = select(x < -127.0f, -127.0f, x);  // NaN goes through
   const float shifted = bounded * kLog2E + kRound;
   const float count = shifted - kRound;
   const float r = (bounded - count * kLn2High) - count * kLn2Low;
@@ -41,7 +51,7 @@ DK_INLINE float exp_of_negative(float x) {
 // Of -infinity 0, so that times -infinity it is NaN, as torch's silu and gelu are there.
 DK_INLINE float sigmoid(float x) {
   const float e = exp_of_negative(-std::fabs(x));
-  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+  return select(x < 0.0f, e, 1.0f) / (1.0f + e);
 }
 
 // tanh-GELU as a sigmoid: 0.5 * (1 + tanh(t)) = sigmoid(2 t), which loses nothing where t < 0.
@@ -62,8 +72,8 @@ DK_INLINE u8 to_e4m3(float value) {
   constexpr float kRound = 16384.0f;
   const u32 subnormal =
       std::bit_cast<u32>(std::bit_cast<float>(magnitude) + kRound) - std::bit_cast<u32>(kRound);
-  const u32 code = magnitude < std::bit_cast<u32>(0x1p-6f) ? subnormal : normal;
-  return static_cast<u8>(magnitude > kInfinityBits ? kNanCode : code | (bits >> 24 & 0x80));
+  const u32 code = select(magnitude < std::bit_cast<u32>(0x1p-6f), subnormal, normal);
+  return static_cast<u8>(select(magnitude > kInfinityBits, kNanCode, code | (bits >> 24 & 0x80)));
 }
 
 // Limits as the contract's: of the gate in place, of up with its offset.
@@ -128,7 +138,8 @@ DK_VECTORIZED float activate_and_quantize(const GatedActivation& rule, const flo
   const float scale = scale_of(amax_bits, rule.scale_format);
   const float inverse = 1.0f / scale;
   for (i32 i = 0; i < count; ++i)
-    codes[i] = to_e4m3(clamp_below(clamp_above(values[i] * inverse, kMaxE4m3), -kMaxE4m3));
+    values[i] = clamp_below(clamp_above(values[i] * inverse, kMaxE4m3), -kMaxE4m3);
+  for (i32 i = 0; i < count; ++i) codes[i] = to_e4m3(values[i]);
   return scale;
 }
 
