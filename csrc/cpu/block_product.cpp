@@ -45,8 +45,7 @@ void BlockProduct::compute(i64 first_token, i32 num_tokens, const WeightBlock* b
     i32 column = 0;
     for (i32 i = 0; i < num_blocks; ++i) {
       add_scaled(tile_.dots(0) + column, tile_.stride(), token_scales_.data(),
-                 weight_scale(blocks[i], k_block), num_tokens, blocks[i].num_rows,
-                 &sums_[column]);
+                 weight_scale(blocks[i], k_block), num_tokens, blocks[i].num_rows, &sums_[column]);
       column += blocks[i].num_rows;
     }
   }
@@ -56,8 +55,8 @@ void BlockProduct::load_tokens(i64 first_token, i32 num_tokens, i32 k_block) {
   for (i32 i = 0; i < num_tokens; ++i) {
     const i64 token = first_token + i;
     decode(args_.x + token * args_.x_stride, k_block, tile_.left(i));
-    token_scales_[i] = args_.x_scale[token * args_.x_scale_token_stride +
-                                     k_block * args_.x_scale_block_stride];
+    token_scales_[i] =
+        args_.x_scale[token * args_.x_scale_token_stride + k_block * args_.x_scale_block_stride];
   }
 }
 

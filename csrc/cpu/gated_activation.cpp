@@ -22,8 +22,7 @@ DK_INLINE u32 select(bool condition, u32 yes, u32 no) {
   return (yes & mask) | (no & ~mask);
 }
 DK_INLINE float select(bool condition, float yes, float no) {
-  return std::bit_cast<float>(
-      select(condition, std::bit_cast<u32>(yes), std::bit_cast<u32>(no)));
+  return std::bit_cast<float>(select(condition, std::bit_cast<u32>(yes), std::bit_cast<u32>(no)));
 }
 
 // exp(x) of x <= 0, within 2 units in the last place; NaN stays. What float32 cannot hold is 0.

@@ -82,8 +82,8 @@ void store_row(const BlockGemmArgs& args, DType out_dtype, const float* sums, i6
 template <class Args>
 void quantize_block(const Args& args, const GatedActivation& rule, i64 token, i64 block, i32 count,
                     const float* gate, const float* up) {
-  const float scale = activate_and_quantize(
-      rule, gate, up, count, args.y + token * args.y_stride + block * kScaleBlock);
+  const float scale = activate_and_quantize(rule, gate, up, count,
+                                            args.y + token * args.y_stride + block * kScaleBlock);
   const i64 index = token * args.y_scale_token_stride + block * args.y_scale_block_stride;
   if (rule.scale_format == ScaleFormat::float32)
     static_cast<float*>(args.y_scale)[index] = scale;
