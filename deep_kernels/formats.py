@@ -1,4 +1,4 @@
-"""FP8, MXFP8 and MXFP4 tensors: quantize, dequantize, and the byte layout of a paged KV cache.
+"""FP8, MXFP8, MXFP4 and block-scaled FP8 tensors: quantize, dequantize, and the byte layout of a paged KV cache.
 
 Everything here is plain torch, so it runs on CPU and CUDA, under torch.compile and on fake tensors, and needs
 neither the extension nor a compiler. Rounding is to nearest even. Finite values are clamped before they are
@@ -19,7 +19,11 @@ __all__ = [
     "FORMATS",
     "MX_BLOCK",
     "PAGE_SIZES",
+    "SCALE_BLOCK",
+    "SCALE_FORMATS",
     "dequantize_fp8",
+    "dequantize_fp8_128x128",
+    "dequantize_fp8_block128",
     "dequantize_mxfp4",
     "dequantize_mxfp8",
     "e2m1_to_float",
@@ -27,6 +31,8 @@ __all__ = [
     "float_to_e4m3",
     "pack_paged_kv",
     "quantize_fp8",
+    "quantize_fp8_128x128",
+    "quantize_fp8_block128",
     "quantize_mxfp4",
     "quantize_mxfp8",
     "unpack_paged_kv",
@@ -36,6 +42,8 @@ E4M3_MAX = 448.0  # largest finite e4m3 value: 1.75 * 2^8
 E2M1_MAX = 6.0  # largest e2m1 value: 1.5 * 2^2
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 MX_BLOCK = 32  # elements that share one UE8M0 exponent (OCP Microscaling Formats v1.0, section 5)
+SCALE_BLOCK = 128  # elements that share one scale in the block-scaled FP8 formats
+SCALE_FORMATS = ("fp32", "ue8m0")
 FORMATS = ("fp8", "mxfp8", "mxfp4")
 HEAD_DIMS = (32, 64, 128)  # an int32 scale holds four exponents, hence at most 4 * MX_BLOCK
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -45,6 +53,7 @@ _UE8M0_ONE = 0x7F  # 2^0
 _UE8M0_NAN = 0xFF
 _FLOAT32_MAX = 3.4028234663852886e38
 _SCALE_BYTES = 4
+_MIN_BLOCK_SCALE = 1e-12  # so that a block of zeros can be divided by its scale
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _E2M1_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
@@ -103,6 +112,118 @@ def dequantize_fp8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.flo
         raise ValueError(f"{name}: values must be float8_e4m3fn [.., head_dim], got {_describe(values)}")
     _check_scale(name, values, scale, torch.float32)
     return (values.to(torch.float32).to(work) * scale.to(work).unsqueeze(-1)).to(dtype)
+
+
+def quantize_fp8_block128(x: Tensor, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
+    """Quantizes each block of 128 elements (of the last dimension) to e4m3 with one scale.
+
+    scale = max(max |x[block]| / 448, 1e-12);  values = e4m3(clamp(x * (1 / scale), -448, 448))
+
+    With "ue8m0" the scale is rounded up to a power of two before it is used. A last part-filled block is one of its
+    own. A block with an inf gets the scale inf, one with a NaN the scale NaN (0xff for both with "ue8m0"); in it NaN
+    and inf elements become NaN, the others 0.
+
+    Args:
+        x: [.., K], float16, bfloat16, float32 or float64 (rounded to float32 first, finite values clamped to its
+            range). Any leading shape, K >= 1.
+        scale_fmt: "fp32" or "ue8m0".
+    Returns:
+        values: [.., K], float8_e4m3fn, contiguous.
+        scale: [.., ceil(K / 128)], float32 or float8_e8m0fnu, in units of x per unit of values.
+    Raises:
+        TypeError: an argument has a wrong Python type.
+        ValueError: scale_fmt, dtype or shape is not as above, or x requires grad in grad mode.
+    Source: activations of block-scaled FP8 layers, DeepSeek-V3 report (arXiv 2412.19437), section 3.3.
+    """
+    name = "quantize_fp8_block128"
+    _check_roundable(name, x)
+    if x.dim() == 0 or x.size(-1) < 1:
+        raise ValueError(f"{name}: x must be [.., K >= 1], got {_describe(x)}")
+    if not isinstance(scale_fmt, str):
+        raise TypeError(f"{name}: scale_fmt must be a str, got {type(scale_fmt).__name__}")
+    if scale_fmt not in SCALE_FORMATS:
+        raise ValueError(f"{name}: scale_fmt must be one of {_list(SCALE_FORMATS)}, got {scale_fmt!r}")
+    blocks = _split_scale_blocks(_clamped_float32(x), -1)
+    scale, factor = _scale_fp8_blocks(blocks.abs().amax(dim=-1), scale_fmt)
+    values = _divide_blocks(blocks, factor.unsqueeze(-1))
+    return values.flatten(-2)[..., : x.size(-1)].contiguous(), scale
+
+
+def dequantize_fp8_block128(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Undoes `quantize_fp8_block128`.
+
+    x[.., k] = values[.., k] * scale[.., k // 128]
+
+    Args:
+        values: [.., K], float8_e4m3fn.
+        scale: [.., ceil(K / 128)], float32 or float8_e8m0fnu, whose 0xff is NaN.
+        dtype: float16, bfloat16, float32 or float64: of the result. The product is rounded to it once from
+            float32, or is exact in float64.
+    Returns:
+        [.., K], dtype, contiguous, in the units of scale.
+    Raises:
+        TypeError: an argument is not a tensor, or dtype not a torch.dtype.
+        ValueError: a dtype, shape or device is not as above.
+    Source: the definition of `quantize_fp8_block128`.
+    """
+    name = "dequantize_fp8_block128"
+    work = _check_fp8_blocks(name, values, scale, dtype, (torch.float32, torch.float8_e8m0fnu), None)
+    blocks = _split_scale_blocks(values.to(torch.float32).to(work), -1)
+    product = blocks * _scale_factor(scale).to(work).unsqueeze(-1)
+    return product.flatten(-2)[..., : values.size(-1)].to(dtype).contiguous()
+
+
+def quantize_fp8_128x128(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantizes each block of 128 rows and 128 columns to e4m3 with one float32 scale.
+
+    scale = max(max |weight[block]| / 448, 1e-12);  values = e4m3(clamp(weight * (1 / scale), -448, 448))
+
+    Last part-filled blocks are blocks of their own; NaN and inf as in `quantize_fp8_block128`.
+
+    Args:
+        weight: [N, K], float16, bfloat16, float32 or float64 (rounded to float32 first, finite values clamped to its
+            range). N >= 1, K >= 1.
+    Returns:
+        values: [N, K], float8_e4m3fn, contiguous.
+        scale: [ceil(N / 128), ceil(K / 128)], float32, in units of weight per unit of values.
+    Raises:
+        TypeError: weight is not a tensor.
+        ValueError: dtype or shape is not as above, or weight requires grad in grad mode.
+    Source: weights of block-scaled FP8 layers, DeepSeek-V3 report (arXiv 2412.19437), section 3.3.
+    """
+    name = "quantize_fp8_128x128"
+    _check_roundable(name, weight, "weight")
+    if weight.dim() != 2 or weight.size(0) < 1 or weight.size(1) < 1:
+        raise ValueError(f"{name}: weight must be [N >= 1, K >= 1], got {_describe(weight)}")
+    num_rows, num_columns = weight.shape
+    blocks = _split_tiles(_clamped_float32(weight))
+    scale, factor = _scale_fp8_blocks(blocks.abs().amax(dim=(1, 3)), "fp32")
+    values = _divide_blocks(blocks, factor[:, None, :, None])
+    return _join_tiles(values)[:num_rows, :num_columns].contiguous(), scale
+
+
+def dequantize_fp8_128x128(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Undoes `quantize_fp8_128x128`.
+
+    weight[n, k] = values[n, k] * scale[n // 128, k // 128]
+
+    Args:
+        values: [N, K], float8_e4m3fn.
+        scale: [ceil(N / 128), ceil(K / 128)], float32 or bfloat16.
+        dtype: float16, bfloat16, float32 or float64: of the result. The product is rounded to it once from
+            float32, or is exact in float64.
+    Returns:
+        [N, K], dtype, contiguous, in the units of scale.
+    Raises:
+        TypeError: an argument is not a tensor, or dtype not a torch.dtype.
+        ValueError: a dtype, shape or device is not as above.
+    Source: the definition of `quantize_fp8_128x128`.
+    """
+    name = "dequantize_fp8_128x128"
+    work = _check_fp8_blocks(name, values, scale, dtype, (torch.float32, torch.bfloat16), 2)
+    blocks = _split_tiles(values.to(torch.float32).to(work))
+    product = _join_tiles(blocks * scale.to(work)[:, None, :, None])
+    return product[: values.size(0), : values.size(1)].to(dtype).contiguous()
 
 
 def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -413,6 +534,55 @@ def _split_blocks(x: Tensor) -> Tensor:
     return x.reshape(*x.shape[:-1], x.size(-1) // MX_BLOCK, MX_BLOCK)
 
 
+def _split_scale_blocks(x: Tensor, dim: int) -> Tensor:
+    """Dimension `dim` of size K -> two of ceil(K / 128) and 128, filled up with zeros; dim counts from the end."""
+    num_blocks = (x.size(dim) + SCALE_BLOCK - 1) // SCALE_BLOCK
+    padding = [0, 0] * (-dim - 1) + [0, num_blocks * SCALE_BLOCK - x.size(dim)]
+    return torch.nn.functional.pad(x, padding).unflatten(dim, (num_blocks, SCALE_BLOCK))
+
+
+def _split_tiles(x: Tensor) -> Tensor:
+    """[N, K] -> [ceil(N / 128), 128, ceil(K / 128), 128]."""
+    return _split_scale_blocks(_split_scale_blocks(x, -1), -3)
+
+
+def _join_tiles(x: Tensor) -> Tensor:
+    """[a, b, c, d] -> [a * b, c * d]."""
+    return x.flatten(2, 3).flatten(0, 1)
+
+
+def _scale_fp8_blocks(amax: Tensor, scale_fmt: str) -> tuple[Tensor, Tensor]:
+    """The scales of blocks in their format, and as float32."""
+    # In float64, as quantize_fp8 does.
+    scale = (amax.double() / E4M3_MAX).float().clamp_min(_MIN_BLOCK_SCALE)
+    if scale_fmt == "fp32":
+        return scale, scale
+    exponents = (torch.where(torch.isfinite(amax), scale, 1.0).view(torch.int32) + 0x7FFFFF) >> 23
+    exponents = torch.where(torch.isfinite(amax), exponents, _UE8M0_NAN)
+    return exponents.to(torch.uint8).view(torch.float8_e8m0fnu), _exponent_factor(exponents)
+
+
+def _divide_blocks(blocks: Tensor, factor: Tensor) -> Tensor:
+    """The codes of blocks whose scales are `factor`, multiplied by the reciprocal as the ops do."""
+    finite = torch.isfinite(factor)
+    inverse = (1.0 / torch.where(finite, factor, 1.0).double()).float()
+    return float_to_e4m3(_zero_beside_nonfinite(blocks * inverse, finite))
+
+
+def _scale_factor(scale: Tensor) -> Tensor:
+    """A scale of fp8 blocks as floats."""
+    if scale.dtype != torch.float8_e8m0fnu:
+        return scale
+    return _exponent_factor(scale.view(torch.uint8).to(torch.int32))
+
+
+def _exponent_factor(exponents: Tensor) -> Tensor:
+    """int32 in 0..255 -> 2^(exponent - 127) in float32, NaN for 0xff."""
+    # 2^-127 is half of the smallest normal number: the one exponent whose float32 is not exponent << 23.
+    bits = torch.where(exponents == 0, 0x00400000, exponents << 23)
+    return torch.where(exponents == _UE8M0_NAN, float("nan"), bits.view(torch.float32))
+
+
 def _zero_beside_nonfinite(x: Tensor, group_is_finite: Tensor) -> Tensor:
     """Zeroes the finite elements of a group that holds a NaN or an inf: its scale is NaN anyway."""
     return torch.where(group_is_finite | ~torch.isfinite(x), x, 0.0)
@@ -445,9 +615,7 @@ def _apply_mx_scale(name: str, decoded: Tensor, values: Tensor, scale: Tensor, w
     """decoded: [.., D], float32, what `values` holds -> [.., D], work."""
     _check_tensor(name, "scale", scale)
     exponents = _mx_exponents(name, values, decoded.size(-1), scale)
-    # 2^-127 is half of the smallest normal number: the one exponent whose float32 is not exponent << 23.
-    bits = torch.where(exponents == 0, 0x00400000, exponents << 23)
-    factor = torch.where(exponents == _UE8M0_NAN, float("nan"), bits.view(torch.float32)).to(work)
+    factor = _exponent_factor(exponents).to(work)
     return (_split_blocks(decoded.to(work)) * factor.unsqueeze(-1)).flatten(-2)
 
 
@@ -460,9 +628,38 @@ def _as_float32(name: str, x: Tensor, head_dims: tuple[int, ...] | None) -> Tens
     if x.dim() == 0 or (x.size(-1) < 1 if head_dims is None else x.size(-1) not in head_dims):
         wanted = "head_dim >= 1" if head_dims is None else f"head_dim in {_list(head_dims)}"
         raise ValueError(f"{name}: x must be [.., {wanted}], got {_describe(x)}")
+    return _clamped_float32(x)
+
+
+def _clamped_float32(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         x = torch.where(torch.isinf(x), x, x.clamp(-_FLOAT32_MAX, _FLOAT32_MAX))
     return x.to(torch.float32)
+
+
+def _check_fp8_blocks(
+    name: str,
+    values: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    scale_dtypes: tuple[torch.dtype, ...],
+    dim: int | None,
+) -> torch.dtype:
+    """Checks the input of a dequantizer of 128-blocks, [N, K] if dim is 2; returns the dtype to compute in."""
+    _check_tensor(name, "values", values)
+    _check_tensor(name, "scale", scale)
+    work = _work_dtype(name, dtype)
+    shape = "[N, K]" if dim == 2 else "[.., K]"
+    if values.dtype != torch.float8_e4m3fn or values.dim() == 0 or values.dim() != (dim or values.dim()):
+        raise ValueError(f"{name}: values must be float8_e4m3fn {shape}, got {_describe(values)}")
+    blocked = 1 if dim is None else dim  # trailing dimensions that are cut into blocks
+    lead, sizes = values.shape[: values.dim() - blocked], values.shape[values.dim() - blocked :]
+    wanted = [*lead, *((size + SCALE_BLOCK - 1) // SCALE_BLOCK for size in sizes)]
+    if scale.dtype not in scale_dtypes or list(scale.shape) != wanted:
+        words = " or ".join(_word(one) for one in scale_dtypes)
+        raise ValueError(f"{name}: scale must be {words} {wanted}, got {_describe(scale)}")
+    _check_device(name, values, scale)
+    return work
 
 
 def _work_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -478,13 +675,14 @@ def _check_tensor(name: str, argument: str, value: object) -> None:
         raise TypeError(f"{name}: {argument} must be a torch.Tensor, got {type(value).__name__}")
 
 
-def _check_roundable(name: str, x: Tensor) -> None:
-    _check_tensor(name, "x", x)
+def _check_roundable(name: str, x: Tensor, argument: str = "x") -> None:
+    _check_tensor(name, argument, x)
     if x.dtype not in _FLOATS:
-        raise ValueError(f"{name}: x must be float16, bfloat16, float32 or float64, got {_describe(x)}")
+        raise ValueError(f"{name}: {argument} must be float16, bfloat16, float32 or float64, got {_describe(x)}")
     if _wants_gradient(x):
         raise ValueError(
-            f"{name}: x requires grad, but rounding has no gradient: call it under torch.no_grad() or detach the input"
+            f"{name}: {argument} requires grad, but rounding has no gradient: call it under torch.no_grad() or detach "
+            "the input"
         )
 
 

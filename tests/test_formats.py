@@ -384,6 +384,117 @@ def test_pages_from_other_forms_and_strides() -> None:
     assert same_bits(back[:40], values) and same_bits(back_scale[:40], scale)
 
 
+# ------------------------------------------------------------------------------------------ blocks of 128
+
+SCALE_FORMATS = formats.SCALE_FORMATS
+SPREAD = (1e-9, 1.0, 3e5, 1e30)  # of neighbouring blocks, so that a scale at the wrong place is far off
+
+
+def spread_blocks(num_rows: int, num_columns: int, tile_rows: int = 1) -> Tensor:
+    """Normal numbers whose magnitude changes by orders from block to block."""
+    x = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(num_columns))
+    row, column = torch.arange(num_rows) // tile_rows, torch.arange(num_columns) // 128
+    return x * torch.tensor(SPREAD)[(row[:, None] + column) % len(SPREAD)]
+
+
+def scales_of(scale: Tensor) -> Tensor:
+    return oracle.UE8M0[raw(scale).long()] if scale.dtype == torch.float8_e8m0fnu else scale.double()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_columns", [1, 100, 128, 129, 400])
+@pytest.mark.parametrize("scale_fmt", SCALE_FORMATS)
+def test_block128_against_the_definition(scale_fmt: str, num_columns: int, device: str) -> None:
+    x = spread_blocks(9, num_columns)
+    values, scale = (part.cpu() for part in formats.quantize_fp8_block128(x.to(device), scale_fmt))
+    assert values.is_contiguous() and values.shape == x.shape
+    assert scale.dtype == (torch.float32 if scale_fmt == "fp32" else torch.float8_e8m0fnu)
+    assert scale.shape == (9, -(-num_columns // 128))
+    for column in range(0, num_columns, 128):
+        block = x[:, column : column + 128]
+        wanted = (block.abs().amax(-1).double() / 448).float().clamp_min(1e-12)
+        if scale_fmt == "ue8m0":
+            wanted = torch.exp2(torch.ceil(torch.log2(wanted.double()))).float()
+        assert torch.equal(scales_of(scale)[:, column // 128].float(), wanted)
+        scaled = (block * (1 / wanted)[:, None]).clamp(-448, 448)
+        codes = nearest_even(scaled.abs(), oracle.E4M3[:0x7F]) + 0x80 * torch.signbit(scaled)
+        assert torch.equal(raw(values[:, column : column + 128]).long(), codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale_fmt", SCALE_FORMATS)
+def test_block128_round_trip(scale_fmt: str, dtype: torch.dtype) -> None:
+    x = spread_blocks(7, 300).reshape(7, 1, 300)
+    values, scale = formats.quantize_fp8_block128(x, scale_fmt)
+    assert scale.shape == (7, 1, 3)
+    exact = oracle.decode_values(values, "fp8") * scales_of(scale).repeat_interleave(128, -1)[..., :300]
+    y = formats.dequantize_fp8_block128(values, scale, dtype)
+    assert y.dtype == dtype and y.is_contiguous()
+    assert same_bits(y, exact.to(dtype) if dtype == torch.float64 else exact.float().to(dtype))
+    assert torch.equal(formats.dequantize_fp8_block128(values.reshape(7, 300), scale.reshape(7, 3), dtype), y[:, 0])
+    for column in range(0, 300, 128):
+        part = slice(column, column + 128)
+        error = (exact[..., part] - x[..., part].double()).abs().amax(-1)
+        assert (error <= 2.0**-4 * x[..., part].abs().amax(-1)).all()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (128, 256), (129, 127), (300, 260)])
+def test_128x128_against_the_definition(size: tuple[int, int]) -> None:
+    weight = spread_blocks(*size, tile_rows=128)
+    values, scale = formats.quantize_fp8_128x128(weight)
+    assert values.is_contiguous() and values.shape == size
+    assert scale.dtype == torch.float32 and scale.shape == (-(-size[0] // 128), -(-size[1] // 128))
+    y = formats.dequantize_fp8_128x128(values, scale, torch.float64)
+    for row in range(scale.shape[0]):
+        for column in range(scale.shape[1]):
+            at = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+            wanted = (weight[at].abs().amax().double() / 448).float().clamp_min(1e-12)
+            assert scale[row, column] == wanted
+            scaled = (weight[at] * (1 / wanted)).clamp(-448, 448)
+            codes = nearest_even(scaled.abs(), oracle.E4M3[:0x7F]) + 0x80 * torch.signbit(scaled)
+            assert torch.equal(raw(values)[at].long(), codes)
+            assert torch.equal(y[at], oracle.E4M3[codes] * wanted.double())
+    rounded = formats.dequantize_fp8_128x128(values, scale.bfloat16())
+    tiles = scale.bfloat16().float().repeat_interleave(128, 0).repeat_interleave(128, 1)[: size[0], : size[1]]
+    assert torch.equal(rounded, values.float() * tiles)
+
+
+@pytest.mark.parametrize("scale_fmt", SCALE_FORMATS)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_block128_with_nan_or_inf(bad: float, scale_fmt: str) -> None:
+    x = torch.randn(3, 384, generator=torch.Generator().manual_seed(1))
+    clean_values, clean_scale = formats.quantize_fp8_block128(x, scale_fmt)
+    x[1, 130] = bad
+    values, scale = formats.quantize_fp8_block128(x, scale_fmt)
+    poisoned = scales_of(scale)[1, 1]
+    assert poisoned.isnan() if scale_fmt == "ue8m0" or math.isnan(bad) else poisoned == INF
+    assert torch.isnan(values.float()).nonzero().tolist() == [[1, 130]]
+    others = torch.ones(3, 3, dtype=torch.bool)
+    others[1, 1] = False
+    assert torch.equal(raw(scale).view(3, 3, -1)[others], raw(clean_scale).view(3, 3, -1)[others])
+    assert torch.equal(raw(values).view(3, 3, 128)[others], raw(clean_values).view(3, 3, 128)[others])
+    y = formats.dequantize_fp8_block128(values, scale)
+    assert torch.isnan(y).view(3, 3, 128).all(-1).nonzero().tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_128x128_with_nan_or_inf(bad: float) -> None:
+    weight = torch.randn(256, 256)
+    weight[200, 7] = bad
+    values, scale = formats.quantize_fp8_128x128(weight)
+    assert torch.isfinite(scale).tolist() == [[True, True], [False, True]]
+    assert torch.isnan(values.float()).nonzero().tolist() == [[200, 7]]
+
+
+def test_block128_edges() -> None:
+    x = rows_of([0.0, 1e-12, 448e-12, 448.0, 448 * (1 + 2.0**-23), -448 * 2.0**60, 3.4028234663852886e38], 128).float()
+    _, scale = formats.quantize_fp8_block128(x)
+    least = torch.tensor(1e-12)
+    assert torch.equal(scale[:2, 0], least.expand(2)) and (scale[2, 0] / least - 1).abs() < 1e-6
+    _, scale = formats.quantize_fp8_block128(x, "ue8m0")
+    assert raw(scale).flatten().tolist() == [88, 88, 88, 127, 128, 187, 247]  # 88: 2^-39 >= 1e-12
+
+
 # ------------------------------------------------------------------------------------------ tracing
 
 
@@ -419,6 +530,29 @@ def test_traces_whole(name: str) -> None:
     assert torch.equal(values, raw(expected)) and same_bits(scale, expected_scale)
     assert same_values(y, DEQUANTIZE[name](expected, expected_scale))
     assert torch.equal(cache, formats.pack_paged_kv(expected, expected_scale, 16))
+
+
+@pytest.mark.parametrize("scale_fmt", SCALE_FORMATS)
+def test_blocks_of_128_are_traced(scale_fmt: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def trip(x: Tensor) -> tuple[Tensor, ...]:
+        values, scale = formats.quantize_fp8_block128(x, scale_fmt)
+        tiles, tile_scale = formats.quantize_fp8_128x128(x)
+        return (
+            raw(values), raw(scale), formats.dequantize_fp8_block128(values, scale),
+            raw(tiles), tile_scale, formats.dequantize_fp8_128x128(tiles, tile_scale),
+        )  # fmt: skip
+
+    x = torch.randn(20, 200)
+    x[3], x[4, 5] = 0.0, INF
+    expected = trip(x)
+    with FakeTensorMode() as mode:
+        fake = trip(mode.from_tensor(x))
+    compiled = torch.compile(trip, fullgraph=True, backend="aot_eager")(x)
+    for one, look, wanted in zip(compiled, fake, expected, strict=True):
+        assert (look.shape, look.dtype) == (wanted.shape, wanted.dtype)
+        assert same_bits(one.nan_to_num(7), wanted.nan_to_num(7))
 
 
 # ------------------------------------------------------------------------------------------ refusals
@@ -478,6 +612,43 @@ INT8, INT32 = torch.zeros(4, 32, dtype=torch.int8), torch.zeros(4, dtype=torch.i
             lambda: formats.dequantize_fp8(FP8, FP8_SCALE.to("meta")),
             ValueError,
             "scale must be on cpu .*, got meta",
+        ),
+        (
+            lambda: formats.quantize_fp8_block128(torch.ones(3, 0)),
+            ValueError,
+            "quantize_fp8_block128: x must be [.., K >= 1], got float32 [3, 0]",
+        ),
+        (
+            lambda: formats.quantize_fp8_block128(torch.ones(3), "e8m0"),
+            ValueError,
+            "scale_fmt must be one of {fp32, ue8m0}, got 'e8m0'",
+        ),
+        (lambda: formats.quantize_fp8_block128(torch.ones(3), 8), TypeError, "scale_fmt must be a str, got int"),
+        (
+            lambda: formats.dequantize_fp8_block128(FP8, FP8_SCALE),
+            ValueError,
+            "scale must be float32 or float8_e8m0fnu [4, 1], got float32 [4]",
+        ),
+        (
+            lambda: formats.dequantize_fp8_block128(INT8, FP8_SCALE),
+            ValueError,
+            "values must be float8_e4m3fn [.., K], got int8 [4, 32]",
+        ),
+        (
+            lambda: formats.quantize_fp8_128x128(torch.ones(3)),
+            ValueError,
+            "quantize_fp8_128x128: weight must be [N >= 1, K >= 1], got float32 [3]",
+        ),
+        (lambda: formats.quantize_fp8_128x128(INT32), ValueError, "weight must be float16, .* got int32 [4]"),
+        (
+            lambda: formats.dequantize_fp8_128x128(FP8[None], FP8_SCALE),
+            ValueError,
+            "values must be float8_e4m3fn [N, K], got float8_e4m3fn [1, 4, 64]",
+        ),
+        (
+            lambda: formats.dequantize_fp8_128x128(FP8, torch.ones(1, 1).half()),
+            ValueError,
+            "scale must be float32 or bfloat16 [1, 1], got float16 [1, 1]",
         ),
         (
             lambda: formats.dequantize_mxfp8(FP8, FP8_SCALE),
@@ -564,6 +735,8 @@ def test_refusals_say_what_came(call, error: type[Exception], words: str) -> Non
 
 ROUNDING = (
     formats.quantize_fp8,
+    formats.quantize_fp8_block128,
+    formats.quantize_fp8_128x128,
     formats.quantize_mxfp8,
     formats.quantize_mxfp4,
     formats.float_to_e4m3,
@@ -574,8 +747,9 @@ ROUNDING = (
 @pytest.mark.parametrize("rounding", ROUNDING, ids=lambda function: function.__name__)
 def test_rounding_refuses_to_drop_a_gradient(rounding: Callable[[Tensor], object]) -> None:
     weight = torch.nn.Parameter(torch.randn(4, 32))
+    argument = "weight" if rounding is formats.quantize_fp8_128x128 else "x"
     sentence = (
-        f"{rounding.__name__}: x requires grad, but rounding has no gradient: "
+        f"{rounding.__name__}: {argument} requires grad, but rounding has no gradient: "
         "call it under torch.no_grad() or detach the input"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):

@@ -1,8 +1,8 @@
 #include "cpu/head_sum.h"
 
 #include <algorithm>
-#include <bit>
 
+#include "cpu/bfloat16.h"
 #include "cpu/vectorize.h"
 
 namespace deep_kernels::cpu {
@@ -42,11 +42,7 @@ void store_logits(const float* values, i64 count, float* logits) {
 }
 
 DK_VECTORIZED void store_logits(const float* values, i64 count, u16* logits) {
-  for (i64 i = 0; i < count; ++i) {
-    const u32 bits = std::bit_cast<u32>(values[i]);
-    const u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    logits[i] = static_cast<u16>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-  }
+  for (i64 i = 0; i < count; ++i) logits[i] = to_bfloat16(values[i]);
 }
 
 }  // namespace deep_kernels::cpu
