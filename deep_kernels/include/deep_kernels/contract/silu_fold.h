@@ -233,7 +233,7 @@ struct BlockGemmSpec {
   }
 };
 
-// The activation of the two-launch way: one warp for 128 columns of a token.
+// The activation of the two-launch way: half a warp for 128 columns of a token.
 struct SiluMulSpec {
   Backend backend;  // sm89: for every card
   Activation activation;
@@ -252,7 +252,7 @@ struct SiluMulSpec {
   static constexpr i32 smem_bytes() { return 0; }
   static constexpr i32 spill_limit_bytes() { return 0; }
   static constexpr i32 num_wgmma() { return 0; }
-  static constexpr i32 blocks_per_pass() { return num_threads() / 32; }  // scale blocks
+  static constexpr i32 blocks_per_pass() { return num_threads() / 16; }  // of 128 columns
   constexpr i32 grid(const SiluMulArgs& args, i32 /*num_sms*/) const {
     const i64 blocks = i64{args.num_tokens} * ceil_div(args.num_columns, kScaleBlock);
     return static_cast<i32>(clamp_to<i64>(ceil_div<i64>(blocks, blocks_per_pass()), 1, 1 << 20));

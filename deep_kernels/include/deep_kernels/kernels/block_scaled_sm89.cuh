@@ -344,25 +344,4 @@ struct Multiplier {
   }
 };
 
-// Words into global memory, in one piece where the address allows.
-template <i32 kWords>
-DK_DEVICE void store_words(void* to, const u32 (&words)[kWords]) {
-  static_assert(kWords == 1 || kWords == 2 || kWords % 4 == 0);
-  constexpr u32 kUnit = 4 * min_of(kWords, 4);
-  u8* bytes = static_cast<u8*>(to);
-  if (ptx::bytes_to_aligned(to, kUnit) != 0) {
-    DK_UNROLL
-    for (i32 i = 0; i < 4 * kWords; ++i)
-      ptx::store_global(bytes + i, static_cast<u8>(words[i / 4] >> 8 * (i % 4)));
-  } else if constexpr (kWords == 1) {
-    ptx::store_global(static_cast<i32*>(to), static_cast<i32>(words[0]));
-  } else if constexpr (kWords == 2) {
-    ptx::store_global_x2(to, words[0], words[1]);
-  } else {
-    DK_UNROLL
-    for (i32 i = 0; i < kWords; i += 4)
-      ptx::store_global_x4(bytes + 4 * i, words[i], words[i + 1], words[i + 2], words[i + 3]);
-  }
-}
-
 }  // namespace deep_kernels::block_scaled_sm89

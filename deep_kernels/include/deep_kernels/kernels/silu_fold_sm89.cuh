@@ -10,6 +10,7 @@
 #include "deep_kernels/kernels/block_scaled_sm89.cuh"
 #include "deep_kernels/kernels/silu_math.cuh"
 #include "deep_kernels/ptx/base.cuh"
+#include "deep_kernels/tile/global_words.cuh"
 
 namespace deep_kernels::fold_sm89 {
 
@@ -156,7 +157,7 @@ struct Finish {
       const Products* pairs = &products[group * Shape::kGroupOctets + 2 * i];
       words[i] = fold::codes_of(pairs[0], inverse) | fold::codes_of(pairs[1], inverse) << 16;
     }
-    store_words(y, words);
+    tile::store_words(y, words);
   }
   DK_DEVICE void store(const Products (&products)[Shape::kOctets], i32 row) const {
     const i64 token = first_token + Shape::token(row);

@@ -105,6 +105,8 @@ DK_DEVICE void store_global(u16* address, u16 value) { *address = value; }
 DK_DEVICE void prefetch_global_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
+// 4 bytes; the address is a multiple of 4.
+DK_DEVICE void store_global_x1(void* address, u32 a) { *static_cast<u32*>(address) = a; }
 // 8 bytes; the address is a multiple of 8.
 DK_DEVICE void store_global_x2(void* address, u32 a, u32 b) {
   *static_cast<uint2*>(address) = make_uint2(a, b);
