@@ -29,11 +29,41 @@ SiluCase read_activation(CaseReader& reader) {
   return activation_case(reader.op().c_str(), {activation, clamp, alpha, up_offset, scale_fmt});
 }
 
+// Of sm89, what a tile takes: instructions of a warp for 128 of k, counted in the machine code for
+// sm_90a. Larger tiles convert x and w for more products, and read less.
+struct TileCost {
+  u8 token_groups;
+  i64 instructions;
+};
+constexpr TileCost kTileCosts[] = {{1, 495}, {2, 726}, {4, 1346}};
+
+// Of the tiles whose rounds over the card take least the largest one.
+u8 choose_sm89_token_groups(const GemmSizes& sizes, i64 num_blocks) {
+  u8 best = 0;
+  i64 least = 0;
+  for (const TileCost& cost : kTileCosts) {
+    const i64 tokens = fold_tile_tokens(Backend::sm89, cost.token_groups);
+    const i64 tiles = ceil_div<i64>(sizes.num_tokens, tokens) * num_blocks;
+    const i64 total = ceil_div<i64>(tiles, sizes.num_sms) * cost.instructions;
+    if (best == 0 || total <= least) {
+      best = cost.token_groups;
+      least = total;
+    }
+  }
+  return best;
+}
+
 // One warpgroup's tile where that fills more of the card, else two, which read w half as often.
 u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
-  if (arch.backend != Backend::sm90) return 2;
+  if (arch.backend == Backend::sm89) return choose_sm89_token_groups(sizes, num_blocks);
   const i64 small_tiles = ceil_div<i64>(sizes.num_tokens, 64) * num_blocks;
   return small_tiles <= sizes.num_sms ? 1 : 2;
+}
+
+// All that choose_token_groups may give.
+std::vector<u8> chosen_token_groups(const Arch& arch) {
+  if (arch.backend == Backend::sm89) return {1, 2, 4};
+  return {1, 2};
 }
 
 u8 stages_of(const Arch& arch, u8 token_groups) {
@@ -104,12 +134,14 @@ SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
 }
 
 std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch) {
-  if (arch.backend != Backend::sm90) return {fold_spec(wanted, arch, 2)};
-  return {fold_spec(wanted, arch, 1), fold_spec(wanted, arch, 2)};
+  std::vector<SiluFoldSpec> specs;
+  for (u8 groups : chosen_token_groups(arch)) specs.push_back(fold_spec(wanted, arch, groups));
+  return specs;
 }
 std::vector<BlockGemmSpec> block_gemm_specs(const SiluCase& wanted, const Arch& arch) {
-  if (arch.backend != Backend::sm90) return {gemm_spec(wanted, arch, 2)};
-  return {gemm_spec(wanted, arch, 1), gemm_spec(wanted, arch, 2)};
+  std::vector<BlockGemmSpec> specs;
+  for (u8 groups : chosen_token_groups(arch)) specs.push_back(gemm_spec(wanted, arch, groups));
+  return specs;
 }
 
 KernelText kernel_text(const SiluFoldSpec& spec) {

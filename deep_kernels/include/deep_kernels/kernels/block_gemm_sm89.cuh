@@ -43,8 +43,7 @@ struct Finish {
   using Shape = GemmShape<S>;
 
   const BlockGemmArgs& args;
-  i32 first_token;
-  i32 first_column;
+  TilePlace place;
 
   DK_DEVICE float load_residual(i64 at) const {
     if (args.residual_dtype == DType::float32)
@@ -63,8 +62,8 @@ struct Finish {
   }
   // The lane's neighbouring columns of one token.
   DK_DEVICE void store(const Sums<Shape>& sums, i32 half, i32 group, i32 row) const {
-    const i64 token = first_token + Shape::token(row);
-    const i64 column = first_column + half * kScaleBlock + Shape::column(group);
+    const i64 token = place.tokens * S.tile_tokens() + Shape::token(row);
+    const i64 column = place.columns * kFoldTileRows + half * kScaleBlock + Shape::column(group);
     if (token >= args.gemm.num_tokens || column >= args.num_columns) return;
     constexpr bool kNarrow = S.out_dtype == DType::bfloat16;
     u32 words[kNarrow ? Shape::kLaneColumns / 2 : Shape::kLaneColumns];
@@ -114,8 +113,7 @@ DK_DEVICE void block_gemm_sm89(const BlockGemmArgs& args) {
   for (i32 tile = ptx::block_index(); tile < work.num_units(); tile += ptx::num_blocks()) {
     Sums<GemmShape<S>> sums;
     gemm.run(sums);
-    const TilePlace at = work.place(tile);
-    Finish<S>{args, at.tokens * S.tile_tokens(), at.columns * kFoldTileRows}.run(sums);
+    Finish<S>{args, work.place(tile)}.run(sums);
   }
 }
 

@@ -136,7 +136,6 @@ struct Multiplier {
   const BlockScaledArgs& args;
   const Work& work;
   Rings<Shape, kStages>& rings;
-  i32 num_k_blocks;
   // Loads run ahead: where they are.
   i32 load_unit;
   i32 load_block;
@@ -149,7 +148,6 @@ struct Multiplier {
       : args(args),
         work(work),
         rings(rings),
-        num_k_blocks(ceil_div(args.k, kScaleBlock)),
         load_unit(first_unit()),
         load_block(0),
         source{},
@@ -160,6 +158,8 @@ struct Multiplier {
     DK_UNROLL
     for (i32 ahead = 0; ahead < kAhead; ++ahead) load();
   }
+
+  DK_DEVICE i32 num_k_blocks() const { return ceil_div(args.k, kScaleBlock); }
 
   // --- the units of this block
   static DK_DEVICE i32 first_unit() { return ptx::block_index() * Work::kUnitsPerTile; }
@@ -223,7 +223,7 @@ struct Multiplier {
                                source.columns - half * step.columns);
       scale = load_scale();
       fills.next();
-      if (++load_block == num_k_blocks) {
+      if (++load_block == num_k_blocks()) {
         load_block = 0;
         load_unit = unit_behind(load_unit);
         find_source();
@@ -325,7 +325,7 @@ struct Multiplier {
   DK_DEVICE void run(Sums<Shape>& sums) {
     sums.clear();
     DK_NO_UNROLL
-    for (i32 block = 0; block < num_k_blocks; ++block) {
+    for (i32 block = 0; block < num_k_blocks(); ++block) {
       if constexpr (kAhead == 0) {
         ptx::sync_threads();  // all are done with the only stage
         load();

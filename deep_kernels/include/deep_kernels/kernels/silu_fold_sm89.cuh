@@ -93,12 +93,13 @@ struct Finish {
 
   const SiluFoldArgs& args;
   Smem<S>& smem;
-  i32 first_token;
-  i32 block;  // of columns
+  TilePlace place;
 
-  DK_DEVICE bool has_columns(i32 group) const {
-    return block * kScaleBlock + Shape::column(group) < args.num_columns;
+  // The first of the lane's neighbouring columns of a group.
+  DK_DEVICE i32 column(i32 group) const {
+    return place.columns * kScaleBlock + Shape::column(group);
   }
+  DK_DEVICE bool has_columns(i32 group) const { return column(group) < args.num_columns; }
   DK_DEVICE void activated(float (&activated)[2], const Sums<Shape>& sums, i32 octet,
                            i32 row) const {
     float gate[2];
@@ -160,18 +161,17 @@ struct Finish {
     tile::store_words(y, words);
   }
   DK_DEVICE void store(const Products (&products)[Shape::kOctets], i32 row) const {
-    const i64 token = first_token + Shape::token(row);
+    const i64 token = place.tokens * S.tile_tokens() + Shape::token(row);
     if (token >= args.gemm.num_tokens) return;
     const Scale scale = Scale::of(block_maximum(row));
     if (Shape::column_warp() == 0 && ptx::lane_index() % 4 == 0)
       scale.store(args.y_scale,
-                  token * args.y_scale_token_stride + block * args.y_scale_block_stride);
+                  token * args.y_scale_token_stride + place.columns * args.y_scale_block_stride);
     const float inverse = scale.inverse();
     DK_UNROLL
     for (i32 group = 0; group < Shape::kGroups; ++group)
       if (has_columns(group))
-        store_codes(args.y + token * args.y_stride + block * kScaleBlock + Shape::column(group),
-                    products, inverse, group);
+store_codes(args.y + token * args.y_stride + column(group), products, inverse, group);
   }
 
   DK_DEVICE void run(const Sums<Shape>& sums) const {
@@ -210,15 +210,13 @@ DK_DEVICE void silu_fold_sm89(const SiluFoldArgs& args) {
   Gemm gemm(args.gemm, work, smem.rings);
   DK_NO_UNROLL
   for (i32 tile = ptx::block_index(); tile < work.num_tiles(); tile += ptx::num_blocks()) {
-    const TilePlace at = work.place(tile);
-    const Finish<S> finish{args, smem, at.tokens * S.tile_tokens(), at.columns};
     Sums<FoldShape<S>> sums;
     if constexpr (kTwoPass<S>) {
       gemm.run(sums);
-      finish.keep_gate(sums);
+      Finish<S>{args, smem, {}}.keep_gate(sums);
     }
     gemm.run(sums);
-    finish.run(sums);
+    Finish<S>{args, smem, work.place(tile)}.run(sums);
   }
 }
 
