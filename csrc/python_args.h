@@ -77,6 +77,28 @@ class PythonArgs {
     if (!PyUnicode_Check(value.ptr())) refuse(name, "a str or None", value);
     return utf8(name, value);
   }
+  // An int or a float.
+  double number(const char* name, py::handle value) const {
+    if (!is_number(value)) refuse(name, "a float", value);
+    return as_double(name, value);
+  }
+  std::optional<double> optional_number(const char* name, py::handle value) const {
+    if (value.is_none()) return std::nullopt;
+    if (!is_number(value)) refuse(name, "a float or None", value);
+    return as_double(name, value);
+  }
+  std::optional<bool> optional_boolean(const char* name, py::handle value) const {
+    if (value.is_none()) return std::nullopt;
+    if (!PyBool_Check(value.ptr())) refuse(name, "a bool or None", value);
+    return value.ptr() == Py_True;
+  }
+  // A pair of tensors that an op may write.
+  std::optional<std::pair<at::Tensor, at::Tensor>> out_pair(const char* name, py::handle value) {
+    if (value.is_none()) return std::nullopt;
+    const auto [first, second] = pair(name, value);
+    return std::pair(*out(name, tensor_object(name, first)),
+                     *out("out scale", tensor_object("out scale", second)));
+  }
   // The two items of a (values, scale) pair.
   std::pair<py::object, py::object> pair(const char* name, py::handle value) const {
     const bool sequence = PyTuple_Check(value.ptr()) || PyList_Check(value.ptr());
@@ -101,6 +123,20 @@ class PythonArgs {
   }
 
  private:
+  static bool is_number(py::handle value) {
+    return (PyLong_Check(value.ptr()) && !PyBool_Check(value.ptr())) || PyFloat_Check(value.ptr());
+  }
+  double as_double(const char* name, py::handle value) const {
+    const double result = PyFloat_AsDouble(value.ptr());
+    if (PyErr_Occurred() == nullptr) return result;
+    PyErr_Clear();  // an int that no float can hold
+    throw ValueError(
+        fmt::format("{}: {} must fit into a float, got {}", op_, name, in_words(value)));
+  }
+  const py::object& tensor_object(const char* name, const py::object& value) const {
+    if (!THPVariable_Check(value.ptr())) refuse(name, "a torch.Tensor", value);
+    return value;
+  }
   std::string utf8(const char* name, py::handle value) const {
     Py_ssize_t size = 0;
     const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &size);

@@ -12,17 +12,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-enum class Purpose {
-  run,    // plain tensors alone
-  check,  // a call that is being traced
-};
-
-py::object not_plain() { return py::reinterpret_borrow<py::object>(Py_NotImplemented); }
-
-py::object wrapped(Tensor tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
-}
-
 template <Purpose kPurpose>
 py::object mqa_logits_call(py::handle q_pair, py::handle kv_pair, py::handle weights_arg,
                            py::handle start_arg, py::handle end_arg, py::handle clean_arg,
@@ -150,7 +139,14 @@ py::object paged_mqa_metadata_call(py::handle lens_arg, py::handle block_kv_arg,
 
 }  // namespace
 
+py::object not_plain() { return py::reinterpret_borrow<py::object>(Py_NotImplemented); }
+
+py::object wrapped(Tensor tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+}
+
 void add_ops(py::module_& m) {
+  add_silu_ops(m);
   m.def("fp8_fp4_mqa_logits", mqa_logits_call<Purpose::run>);
   m.def("check_fp8_fp4_mqa_logits", mqa_logits_call<Purpose::check>);
   m.def("get_mqa_logits_metadata", mqa_metadata_call<Purpose::run>);

@@ -4,6 +4,7 @@
 #include "ops/guards.h"
 #include "ops/mqa_logits.h"
 #include "ops/paged_mqa_logits.h"
+#include "ops/silu_fold.h"
 #include "python_errors.h"
 
 namespace deep_kernels {
@@ -80,6 +81,78 @@ Tensor paged_mqa_metadata_op(const Tensor& context_lens, int64_t block_kv, int64
   });
 }
 
+using OptionalNumber = std::optional<double>;
+using OptionalText = std::optional<std::string_view>;
+
+std::tuple<Tensor, Tensor> silu_fold_op(const Tensor& x, const Tensor& x_scale, const Tensor& w,
+                                        const Tensor& w_scale, std::string_view activation,
+                                        OptionalNumber clamp, OptionalNumber alpha,
+                                        double up_offset, bool round_bf16,
+                                        std::string_view scale_fmt, std::optional<bool> fused,
+                                        OptionalText arch) {
+  return raising_in_python([&]() -> std::tuple<Tensor, Tensor> {
+    return silu_fold({x,
+                      x_scale,
+                      w,
+                      w_scale,
+                      {activation, clamp, alpha, up_offset, scale_fmt},
+                      round_bf16,
+                      fused,
+                      owned(arch)},
+                     std::nullopt);
+  });
+}
+
+void silu_fold_out_op(const Tensor& x, const Tensor& x_scale, const Tensor& w,
+                      const Tensor& w_scale, std::string_view activation, OptionalNumber clamp,
+                      OptionalNumber alpha, double up_offset, bool round_bf16,
+                      std::string_view scale_fmt, std::optional<bool> fused, OptionalText arch,
+                      Tensor& out, Tensor& out_scale) {
+  raising_in_python([&] {
+    silu_fold({x,
+               x_scale,
+               w,
+               w_scale,
+               {activation, clamp, alpha, up_offset, scale_fmt},
+               round_bf16,
+               fused,
+               owned(arch)},
+              QuantizedPair{out, out_scale});
+  });
+}
+
+Tensor block_gemm_op(const Tensor& x, const Tensor& x_scale, const Tensor& w, const Tensor& w_scale,
+                     at::ScalarType out_dtype, const OptionalTensor& residual, OptionalText arch) {
+  return raising_in_python([&] {
+    return block_gemm({x, x_scale, w, w_scale, out_dtype, residual, owned(arch)}, std::nullopt);
+  });
+}
+
+void block_gemm_out_op(const Tensor& x, const Tensor& x_scale, const Tensor& w,
+                       const Tensor& w_scale, at::ScalarType out_dtype,
+                       const OptionalTensor& residual, OptionalText arch, Tensor& out) {
+  raising_in_python(
+      [&] { block_gemm({x, x_scale, w, w_scale, out_dtype, residual, owned(arch)}, out); });
+}
+
+std::tuple<Tensor, Tensor> silu_mul_op(const Tensor& gate_up, std::string_view activation,
+                                       OptionalNumber clamp, OptionalNumber alpha, double up_offset,
+                                       std::string_view scale_fmt, OptionalText arch) {
+  return raising_in_python([&]() -> std::tuple<Tensor, Tensor> {
+    return silu_mul({gate_up, {activation, clamp, alpha, up_offset, scale_fmt}, owned(arch)},
+                    std::nullopt);
+  });
+}
+
+void silu_mul_out_op(const Tensor& gate_up, std::string_view activation, OptionalNumber clamp,
+                     OptionalNumber alpha, double up_offset, std::string_view scale_fmt,
+                     OptionalText arch, Tensor& out, Tensor& out_scale) {
+  raising_in_python([&] {
+    silu_mul({gate_up, {activation, clamp, alpha, up_offset, scale_fmt}, owned(arch)},
+             QuantizedPair{out, out_scale});
+  });
+}
+
 void guard_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   raising_in_python([&] { refuse_what_no_backend_serves(op, *stack); });
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
@@ -118,6 +191,28 @@ TORCH_LIBRARY(deep_kernels, m) {
   m.def(
       "get_paged_mqa_logits_metadata(Tensor context_lens, SymInt block_kv, SymInt num_sms, "
       "Tensor? indices=None, str? arch=None) -> Tensor");
+  m.def(
+      "fp8_silu_fold_prefill(Tensor x, Tensor x_scale, Tensor w_gate_up, Tensor w_scale, "
+      "str activation=\"silu\", float? clamp=None, float? alpha=None, float up_offset=0.0, "
+      "bool round_bf16=True, str scale_fmt=\"fp32\", bool? fused=None, str? arch=None) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "fp8_silu_fold_prefill_out(Tensor x, Tensor x_scale, Tensor w_gate_up, Tensor w_scale, "
+      "str activation, float? clamp, float? alpha, float up_offset, bool round_bf16, "
+      "str scale_fmt, bool? fused, str? arch, Tensor(a!) out, Tensor(b!) out_scale) -> ()");
+  m.def(
+      "fp8_block_gemm_nt(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, "
+      "ScalarType out_dtype=bfloat16, Tensor? residual=None, str? arch=None) -> Tensor");
+  m.def(
+      "fp8_block_gemm_nt_out(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, "
+      "ScalarType out_dtype, Tensor? residual, str? arch, Tensor(a!) out) -> ()");
+  m.def(
+      "silu_mul_to_fp8_block128(Tensor gate_up, str activation=\"silu\", float? clamp=None, "
+      "float? alpha=None, float up_offset=0.0, str scale_fmt=\"fp32\", str? arch=None) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "silu_mul_to_fp8_block128_out(Tensor gate_up, str activation, float? clamp, float? alpha, "
+      "float up_offset, str scale_fmt, str? arch, Tensor(a!) out, Tensor(b!) out_scale) -> ()");
 }
 
 void register_kernels(torch::Library& m) {
@@ -127,18 +222,28 @@ void register_kernels(torch::Library& m) {
   m.impl("fp8_fp4_paged_mqa_logits", paged_mqa_logits_op);
   m.impl("fp8_fp4_paged_mqa_logits_out", paged_mqa_logits_out_op);
   m.impl("get_paged_mqa_logits_metadata", paged_mqa_metadata_op);
+  m.impl("fp8_silu_fold_prefill", silu_fold_op);
+  m.impl("fp8_silu_fold_prefill_out", silu_fold_out_op);
+  m.impl("fp8_block_gemm_nt", block_gemm_op);
+  m.impl("fp8_block_gemm_nt_out", block_gemm_out_op);
+  m.impl("silu_mul_to_fp8_block128", silu_mul_op);
+  m.impl("silu_mul_to_fp8_block128_out", silu_mul_out_op);
 }
 TORCH_LIBRARY_IMPL(deep_kernels, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(deep_kernels, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(deep_kernels, Autograd, m) {
-  for (const char* name : {"fp8_fp4_mqa_logits", "fp8_fp4_mqa_logits_out",
-                           "get_mqa_logits_metadata", "fp8_fp4_paged_mqa_logits",
-                           "fp8_fp4_paged_mqa_logits_out", "get_paged_mqa_logits_metadata"})
+  for (const char* name :
+       {"fp8_fp4_mqa_logits", "fp8_fp4_mqa_logits_out", "get_mqa_logits_metadata",
+        "fp8_fp4_paged_mqa_logits", "fp8_fp4_paged_mqa_logits_out", "get_paged_mqa_logits_metadata",
+        "fp8_silu_fold_prefill", "fp8_silu_fold_prefill_out", "fp8_block_gemm_nt",
+        "fp8_block_gemm_nt_out", "silu_mul_to_fp8_block128", "silu_mul_to_fp8_block128_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&guard_op>());
 }
 void refuse_lazy_outs(torch::Library& m) {
-  for (const char* name : {"fp8_fp4_mqa_logits_out", "fp8_fp4_paged_mqa_logits_out"})
+  for (const char* name :
+       {"fp8_fp4_mqa_logits_out", "fp8_fp4_paged_mqa_logits_out", "fp8_silu_fold_prefill_out",
+        "fp8_block_gemm_nt_out", "silu_mul_to_fp8_block128_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_lazy_out_op>());
 }
 TORCH_LIBRARY_IMPL(deep_kernels, Negative, m) { refuse_lazy_outs(m); }

@@ -99,6 +99,82 @@ def check_get_paged_mqa_logits_metadata(
     arch: str | None,
     /,
 ) -> None: ...
+def fp8_silu_fold_prefill(
+    x: Tensor,
+    x_scale: Tensor,
+    w_gate_up: Tensor,
+    w_scale: Tensor,
+    activation: str,
+    clamp: float | None,
+    alpha: float | None,
+    up_offset: float,
+    round_bf16: bool,
+    scale_fmt: str,
+    fused: bool | None,
+    arch: str | None,
+    out: tuple[Tensor, Tensor] | None,
+    /,
+) -> tuple[Tensor, Tensor]: ...  # or NotImplemented
+def check_fp8_silu_fold_prefill(
+    x: Tensor,
+    x_scale: Tensor,
+    w_gate_up: Tensor,
+    w_scale: Tensor,
+    activation: str,
+    clamp: float | None,
+    alpha: float | None,
+    up_offset: float,
+    round_bf16: bool,
+    scale_fmt: str,
+    fused: bool | None,
+    arch: str | None,
+    out: tuple[Tensor, Tensor] | None,
+    /,
+) -> None: ...
+def fp8_block_gemm_nt(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    out_dtype: torch.dtype,
+    residual: Tensor | None,
+    arch: str | None,
+    out: Tensor | None,
+    /,
+) -> Tensor: ...  # or NotImplemented
+def check_fp8_block_gemm_nt(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    out_dtype: torch.dtype,
+    residual: Tensor | None,
+    arch: str | None,
+    out: Tensor | None,
+    /,
+) -> None: ...
+def silu_mul_to_fp8_block128(
+    gate_up: Tensor,
+    activation: str,
+    clamp: float | None,
+    alpha: float | None,
+    up_offset: float,
+    scale_fmt: str,
+    arch: str | None,
+    out: tuple[Tensor, Tensor] | None,
+    /,
+) -> tuple[Tensor, Tensor]: ...  # or NotImplemented
+def check_silu_mul_to_fp8_block128(
+    gate_up: Tensor,
+    activation: str,
+    clamp: float | None,
+    alpha: float | None,
+    up_offset: float,
+    scale_fmt: str,
+    arch: str | None,
+    out: tuple[Tensor, Tensor] | None,
+    /,
+) -> None: ...
 def ops() -> list[str]: ...
 def supported(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> str | None: ...
 def prepare(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> list[dict[str, Any]]: ...

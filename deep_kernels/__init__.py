@@ -25,16 +25,19 @@ from .ops import (
     get_mqa_logits_metadata,
     get_paged_mqa_logits_metadata,
 )
+from .silu_ops import fp8_block_gemm_nt, fp8_silu_fold_prefill, silu_mul_to_fp8_block128
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CompileError",
     "UnsupportedError",
+    "fp8_block_gemm_nt",
     "fp8_fp4_mqa_logits",
     "fp8_fp4_paged_mqa_logits",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
+    "fp8_silu_fold_prefill",
     "get_mqa_logits_metadata",
     "get_num_sms",
     "get_paged_mqa_logits_metadata",
@@ -42,5 +45,6 @@ __all__ = [
     "prepare",
     "set_num_sms",
     "set_pdl",
+    "silu_mul_to_fp8_block128",
     "supported",
 ]

@@ -8,6 +8,7 @@
 #include "ops/mqa_logits.h"
 #include "ops/mqa_rebase.h"
 #include "ops/paged_mqa_logits.h"
+#include "ops/silu_fold.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
 
@@ -102,6 +103,39 @@ std::vector<BuildReport> paged_metadata_prepare(CaseReader&, const Arch& arch) {
   return {prepare_paged_schedule(arch)};
 }
 
+// Of the ops of the prefill MLP: every backend serves every case that can be written.
+template <SiluCase (*kRead)(CaseReader&)>
+std::optional<std::string> silu_op_refusal(CaseReader& reader, Backend backend) {
+  kRead(reader);
+  reader.finish();
+  return silu_refusal(backend);
+}
+
+template <class Spec>
+void build_all(const std::vector<Spec>& specs, const Arch& arch,
+               std::vector<BuildReport>& reports) {
+  for (const Spec& spec : specs) reports.push_back(build(arch.target, spec));
+}
+
+std::vector<BuildReport> silu_fold_prepare(CaseReader& reader, const Arch& arch) {
+  const SiluCase wanted = read_silu_fold_case(reader);
+  std::vector<BuildReport> reports;
+  if (wanted.fused != false) build_all(silu_fold_specs(wanted, arch), arch, reports);
+  const bool may_split = wanted.rounding == Rounding::bfloat16 && wanted.fused != true;
+  if (!may_split) return reports;
+  build_all(block_gemm_specs(wanted, arch), arch, reports);
+  reports.push_back(build(arch.target, choose_silu_mul_spec(wanted)));
+  return reports;
+}
+std::vector<BuildReport> block_gemm_prepare(CaseReader& reader, const Arch& arch) {
+  std::vector<BuildReport> reports;
+  build_all(block_gemm_specs(read_block_gemm_case(reader), arch), arch, reports);
+  return reports;
+}
+std::vector<BuildReport> silu_mul_prepare(CaseReader& reader, const Arch& arch) {
+  return {build(arch.target, choose_silu_mul_spec(read_silu_mul_case(reader)))};
+}
+
 // Named in the contracts, not built yet: any case is refused with the same sentence.
 std::optional<std::string> not_yet(CaseReader&, Backend) {
   return std::string("this op is not part of this version yet");
@@ -113,9 +147,9 @@ constexpr Op kOps[] = {
     {"get_mqa_logits_metadata", metadata_refusal, metadata_prepare},
     {kPagedMqaLogitsOp, paged_refusal, paged_prepare},
     {kPagedMqaMetadataOp, paged_metadata_refusal, paged_metadata_prepare},
-    {"fp8_silu_fold_prefill", not_yet, prepare_nothing},
-    {"fp8_block_gemm_nt", not_yet, prepare_nothing},
-    {"silu_mul_to_fp8_block128", not_yet, prepare_nothing},
+    {kSiluFoldOp, silu_op_refusal<read_silu_fold_case>, silu_fold_prepare},
+    {kBlockGemmOp, silu_op_refusal<read_block_gemm_case>, block_gemm_prepare},
+    {kSiluMulOp, silu_op_refusal<read_silu_mul_case>, silu_mul_prepare},
     {"flash_attn_fwd", not_yet, prepare_nothing},
     {"flash_attn_varlen_fwd", not_yet, prepare_nothing},
 };
@@ -186,6 +220,9 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   for_each_paged_mqa_schedule_spec(Backend::sm89, add);
   for_each_mqa_rebase_spec(Backend::sm89, add);
   for_each_mqa_fold_spec(Backend::sm89, add);
+  for_each_silu_fold_spec(arch.backend, add);
+  for_each_block_gemm_spec(arch.backend, add);
+  for_each_silu_mul_spec(Backend::sm89, add);
   return specs;
 }
 

@@ -18,6 +18,19 @@ inline float max(float a, float b) {
   return a < b ? b : a;
 }
 
+// max.NaN: a NaN wins, and comes out as the card's.
+inline float max_nan(float a, float b) {
+  return std::isnan(a) || std::isnan(b) ? std::bit_cast<float>(kNan) : max(a, b);
+}
+inline u16 max_nan_bf16(u16 a, u16 b) {
+  const auto wide = [](u16 bits) { return std::bit_cast<float>(static_cast<u32>(bits) << 16); };
+  return static_cast<u16>(std::bit_cast<u32>(max_nan(wide(a), wide(b))) >> 16);
+}
+// .ftz: subnormal numbers are zeros.
+inline float flushed(float value) {
+  return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value;
+}
+
 // .sat: into [0, 1], NaN and -0 to +0.
 inline float saturate(float value) {
   if (!(value > 0.0f)) return 0.0f;

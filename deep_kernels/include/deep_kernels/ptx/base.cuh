@@ -97,6 +97,7 @@ DK_DEVICE void load_global_x4(u32 (&value)[4], const void* address) {
 // Written by this block before a barrier.
 DK_DEVICE i32 load_global_written(const i32* address) { return *address; }
 
+DK_DEVICE void store_global(u8* address, u8 value) { *address = value; }
 DK_DEVICE void store_global(i32* address, i32 value) { *address = value; }
 DK_DEVICE void store_global(float* address, float value) { *address = value; }
 DK_DEVICE void store_global(u16* address, u16 value) { *address = value; }
@@ -118,6 +119,32 @@ DK_DEVICE u32 bytes_to_aligned(const void* address, u32 unit) {
 DK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // max(a, b) where a NaN loses against a number.
 DK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
+// max(a, b) where a NaN wins.
+DK_DEVICE float max_nan(float a, float b) {
+  float value;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
+  return value;
+}
+// The same for two bfloat16 at once.
+DK_DEVICE u32 max_nan_bf16x2(u32 a, u32 b) {
+  u32 value;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(value) : "r"(a), "r"(b));
+  return value;
+}
+// 2^a to about 2 ulp; what lies below 2^-126 is 0. NaN stays.
+DK_DEVICE float ex2_approx_ftz(float a) {
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(a));
+  return value;
+}
+// 1 / a to 1 ulp; what lies below 2^-126 is 0. NaN stays.
+DK_DEVICE float rcp_approx_ftz(float a) {
+  float value;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(a));
+  return value;
+}
+// Correctly rounded.
+DK_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 // Often no instruction of its own: a sign that the one that reads it leaves out.
 DK_DEVICE float abs(float a) { return fabsf(a); }
 // a * b clamped to [0, 1]; NaN gives 0.
@@ -139,6 +166,12 @@ DK_DEVICE float float_of_bf16(u16 bits) { return __uint_as_float(static_cast<u32
 DK_DEVICE u16 bf16_of(float value) {
   u16 bits;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+// The same for two, the first one in the lower half.
+DK_DEVICE u32 bf16x2_of(float low, float high) {
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
 }
 // Four bytes out of the eight of a (0 to 3) and b (4 to 7): nibble i of the selector's lower half

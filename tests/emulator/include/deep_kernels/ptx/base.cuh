@@ -107,6 +107,9 @@ inline i32 load_global_written(const i32* address, At at = At::current()) {
   return value;
 }
 
+inline void store_global(u8* address, u8 value, At at = At::current()) {
+  emulator::store_global(address, &value, sizeof(value), at);
+}
 inline void store_global(i32* address, i32 value, At at = At::current()) {
   emulator::store_global(address, &value, sizeof(value), at);
 }
@@ -139,6 +142,32 @@ inline float max(float a, float b, At at = At::current()) {
   emulator::check_poison(b, at);
   emulator::identity.time += emulator::kAluCycles;
   return emulator::numeric::max(a, b);
+}
+inline float max_nan(float a, float b, At at = At::current()) {
+  emulator::check_poison(a, at);
+  emulator::check_poison(b, at);
+  emulator::identity.time += emulator::kAluCycles;
+  return emulator::numeric::max_nan(a, b);
+}
+inline u32 max_nan_bf16x2(u32 a, u32 b) {
+  return emulator::numeric::max_nan_bf16(static_cast<u16>(a), static_cast<u16>(b)) |
+         static_cast<u32>(
+             emulator::numeric::max_nan_bf16(static_cast<u16>(a >> 16), static_cast<u16>(b >> 16)))
+             << 16;
+}
+inline float ex2_approx_ftz(float a, At at = At::current()) {
+  emulator::check_poison(a, at);
+  return emulator::numeric::ex2_approx_ftz(a);
+}
+// No exact model of the card's is known: the correct value, at most 0.975 ulp away from it.
+inline float rcp_approx_ftz(float a, At at = At::current()) {
+  emulator::check_poison(a, at);
+  return emulator::numeric::flushed(1.0f / emulator::numeric::flushed(a));
+}
+inline float divide(float a, float b, At at = At::current()) {
+  emulator::check_poison(a, at);
+  emulator::check_poison(b, at);
+  return a / b;
 }
 inline float abs(float a, At at = At::current()) {
   emulator::check_poison(a, at);
@@ -186,6 +215,10 @@ inline float float_of_bf16(u16 bits) { return std::bit_cast<float>(static_cast<u
 inline u16 bf16_of(float value, At at = At::current()) {
   emulator::check_poison(value, at);
   return emulator::numeric::bf16_of(value);
+}
+
+inline u32 bf16x2_of(float low, float high, At at = At::current()) {
+  return bf16_of(low, at) | static_cast<u32>(bf16_of(high, at)) << 16;
 }
 
 // --- converged ----------------------------------------------------------------------------------

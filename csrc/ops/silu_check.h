@@ -1,0 +1,40 @@
+// What calls of the FP8 prefill MLP must look like, whether they run or are being traced.
+#pragma once
+
+#include <vector>
+
+#include "ops/silu_fold.h"
+
+namespace deep_kernels {
+
+// Sizes of a call; checks::kUnknown where one is being traced and may vary.
+struct GemmProblem {
+  int64_t num_tokens;
+  int64_t k;
+  int64_t num_columns;  // of the result
+};
+
+GemmProblem check_silu_fold_inputs(const SiluFoldCall& call);
+GemmProblem check_block_gemm_inputs(const BlockGemmCall& call);
+GemmProblem check_silu_mul_inputs(const SiluMulCall& call);
+
+// The words of a call as Specs and Args have them; other words are refused.
+SiluCase activation_case(const char* op, const ActivationCall& call);
+ActivationArgs activation_args(const ActivationCall& call);
+at::ScalarType scale_dtype(ScaleFormat format);
+
+struct NamedTensor {
+  const char* name;
+  const at::Tensor& tensor;
+};
+using NamedTensors = std::vector<NamedTensor>;
+NamedTensors inputs_of(const SiluFoldCall& call);
+NamedTensors inputs_of(const BlockGemmCall& call);
+NamedTensors inputs_of(const SiluMulCall& call);
+
+// What is given to be written: dtypes, shapes, device, and that nothing overlaps.
+void check_quantized_out(const char* op, const QuantizedPair& out, ScaleFormat format,
+                         const GemmProblem& p, const NamedTensors& inputs);
+void check_gemm_out(const at::Tensor& out, const BlockGemmCall& call, const GemmProblem& p);
+
+}  // namespace deep_kernels

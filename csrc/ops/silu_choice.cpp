@@ -1,0 +1,151 @@
+// Which Specs serve the FP8 prefill MLP, and the words of a case.
+#include <fmt/format.h>
+
+#include "ops/checks.h"
+#include "ops/silu_check.h"
+#include "ops/silu_fold.h"
+#include "runtime/errors.h"
+
+namespace deep_kernels {
+
+namespace {
+
+std::optional<double> take_number(CaseReader& reader, const std::string& name) {
+  const auto text = reader.take(name);
+  if (!text || *text == "None") return std::nullopt;
+  char* end = nullptr;
+  const double value = std::strtod(text->c_str(), &end);
+  if (text->empty() || *end != '\0')
+    throw ValueError(fmt::format("{}: {} must be a number, got '{}'", reader.op(), name, *text));
+  return value;
+}
+
+SiluCase read_activation(CaseReader& reader) {
+  const std::string activation = reader.take("activation").value_or("silu");
+  const std::string scale_fmt = reader.take("scale_fmt").value_or("fp32");
+  const std::optional<double> clamp = take_number(reader, "clamp");
+  const std::optional<double> alpha = take_number(reader, "alpha");
+  const double up_offset = take_number(reader, "up_offset").value_or(0.0);
+  return activation_case(reader.op().c_str(), {activation, clamp, alpha, up_offset, scale_fmt});
+}
+
+// One warpgroup's tile where that fills more of the card, else two, which read w half as often.
+u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
+  if (arch.backend != Backend::sm90) return 2;
+  const i64 small_tiles = ceil_div<i64>(sizes.num_tokens, 64) * num_blocks;
+  return small_tiles <= sizes.num_sms ? 1 : 2;
+}
+
+u8 stages_of(const Arch& arch, u8 token_groups) {
+  return static_cast<u8>(fold_stages(arch.backend, token_groups));
+}
+
+SiluFoldSpec fold_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
+  return {.backend = arch.backend,
+          .algorithm =
+              arch.backend == Backend::sm90 ? FoldAlgorithm::one_pass : FoldAlgorithm::interleaved,
+          .activation = wanted.activation,
+          .rounding = wanted.rounding,
+          .scale_format = wanted.scale_format,
+          .token_groups = token_groups,
+          .stages = stages_of(arch, token_groups)};
+}
+
+BlockGemmSpec gemm_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
+  return {.backend = arch.backend,
+          .out_dtype = wanted.out_dtype,
+          .token_groups = token_groups,
+          .stages = stages_of(arch, token_groups)};
+}
+
+}  // namespace
+
+SiluCase read_silu_fold_case(CaseReader& reader) {
+  SiluCase wanted = read_activation(reader);
+  wanted.rounding = reader.take_bool("round_bf16", true) ? Rounding::bfloat16 : Rounding::float32;
+  const auto fused = reader.take("fused");
+  if (fused && *fused != "None") {
+    if (*fused != "True" && *fused != "False")
+      throw ValueError(
+          fmt::format("{}: fused must be True, False or None, got '{}'", reader.op(), *fused));
+    wanted.fused = *fused == "True";
+  }
+  return wanted;
+}
+SiluCase read_block_gemm_case(CaseReader& reader) {
+  SiluCase wanted;
+  wanted.out_dtype = reader.take_dtype("out_dtype", DType::bfloat16);
+  reader.take_bool("residual", false);  // both run in one kernel
+  return wanted;
+}
+SiluCase read_silu_mul_case(CaseReader& reader) { return read_activation(reader); }
+
+std::optional<std::string> silu_refusal(Backend backend) {
+  if (backend == Backend::sm100) return std::string("there are no sm100 kernels for it yet");
+  return std::nullopt;
+}
+
+bool choose_fused(const Arch&, const GemmSizes&) { return true; }
+
+SiluFoldSpec choose_silu_fold_spec(const SiluCase& wanted, const Arch& arch,
+                                   const GemmSizes& sizes) {
+  const i64 blocks = ceil_div<i64>(sizes.num_columns, kScaleBlock);
+  return fold_spec(wanted, arch, choose_token_groups(arch, sizes, blocks));
+}
+BlockGemmSpec choose_block_gemm_spec(const SiluCase& wanted, const Arch& arch,
+                                     const GemmSizes& sizes) {
+  const i64 blocks = ceil_div<i64>(sizes.num_columns, kFoldTileRows);
+  return gemm_spec(wanted, arch, choose_token_groups(arch, sizes, blocks));
+}
+SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
+  return {.backend = Backend::sm89,
+          .activation = wanted.activation,
+          .scale_format = wanted.scale_format};
+}
+
+std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch) {
+  if (arch.backend != Backend::sm90) return {fold_spec(wanted, arch, 2)};
+  return {fold_spec(wanted, arch, 1), fold_spec(wanted, arch, 2)};
+}
+std::vector<BlockGemmSpec> block_gemm_specs(const SiluCase& wanted, const Arch& arch) {
+  if (arch.backend != Backend::sm90) return {gemm_spec(wanted, arch, 2)};
+  return {gemm_spec(wanted, arch, 1), gemm_spec(wanted, arch, 2)};
+}
+
+KernelText kernel_text(const SiluFoldSpec& spec) {
+  const bool uses_maps = spec.backend == Backend::sm90;
+  return {.header = uses_maps ? "deep_kernels/kernels/silu_fold_sm90.cuh"
+                              : "deep_kernels/kernels/silu_fold_sm89.cuh",
+          .spec_type = "SiluFoldSpec",
+          .function = uses_maps ? "silu_fold_sm90" : "silu_fold_sm89",
+          .params = uses_maps ? "DK_GRID_CONSTANT dk::SiluFoldArgs args,\n"
+                                "DK_GRID_CONSTANT dk::BlockGemmMaps<dk::ptx::TensorMap> maps"
+                              : "DK_GRID_CONSTANT dk::SiluFoldArgs args",
+          .arguments = uses_maps ? "args, maps" : "args",
+          .args_type = "SiluFoldArgs",
+          .args_bytes = sizeof(SiluFoldArgs)};
+}
+KernelText kernel_text(const BlockGemmSpec& spec) {
+  const bool uses_maps = spec.backend == Backend::sm90;
+  return {.header = uses_maps ? "deep_kernels/kernels/block_gemm_sm90.cuh"
+                              : "deep_kernels/kernels/block_gemm_sm89.cuh",
+          .spec_type = "BlockGemmSpec",
+          .function = uses_maps ? "block_gemm_sm90" : "block_gemm_sm89",
+          .params = uses_maps ? "DK_GRID_CONSTANT dk::BlockGemmArgs args,\n"
+                                "DK_GRID_CONSTANT dk::BlockGemmMaps<dk::ptx::TensorMap> maps"
+                              : "DK_GRID_CONSTANT dk::BlockGemmArgs args",
+          .arguments = uses_maps ? "args, maps" : "args",
+          .args_type = "BlockGemmArgs",
+          .args_bytes = sizeof(BlockGemmArgs)};
+}
+KernelText kernel_text(const SiluMulSpec&) {
+  return {.header = "deep_kernels/kernels/silu_mul.cuh",
+          .spec_type = "SiluMulSpec",
+          .function = "silu_mul",
+          .params = "DK_GRID_CONSTANT dk::SiluMulArgs args",
+          .arguments = "args",
+          .args_type = "SiluMulArgs",
+          .args_bytes = sizeof(SiluMulArgs)};
+}
+
+}  // namespace deep_kernels
