@@ -221,9 +221,9 @@ def paged_mqa_logits(
 
 # ------------------------------------------------------------------------------------------ block-scaled fp8
 
-# Share of a sum's magnitude, sum |x w|, by which its value may be off, and the same of what the rounding of a value to
-# float32 and to bfloat16 may add.
-FLOAT32_ERROR, BFLOAT16_ERROR = 2.0**-23, 2.0**-8
+# What one rounding may add, relative to the value; of float32 a unit in the last place, for steps that are not exact.
+FLOAT32_ERROR, BFLOAT16_ERROR = 2.0**-23, 2.0**-8 * (1 + 2.0**-8)
+_TINY = 1e-37  # smaller numbers lose bits, or a card makes them 0
 
 
 @dataclass(frozen=True)
@@ -243,13 +243,21 @@ def _per_element(scale: Tensor, dim: int, size: int) -> Tensor:
 
 
 def block_gemm(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *, error: float) -> Bounded:
-    """acc[m, n] = sum_k x[m, k] * x_scale[m, k // 128] * w[n, k] * w_scale[n // 128, k // 128], in float64.
+    """acc[m, n] = sum_b x_scale[m, b] * w_scale[n // 128, b] * sum_k x[m, k] * w[n, k] over block b of 128 k's.
 
     error: of the sums, as a share of sum_k |x[m, k] w[n, k]| with the scales in it.
     """
-    left = decode_values(x, "fp8") * _per_element(x_scale, 1, x.shape[1])
-    right = decode_values(w, "fp8") * _per_element(_per_element(w_scale, 1, w.shape[1]), 0, w.shape[0])
-    return Bounded(left @ right.T, error * (left.abs() @ right.abs().T))
+    left, right = decode_values(x, "fp8"), decode_values(w, "fp8")
+    rows = _per_element(w_scale, 0, w.shape[0])
+    columns = x_scale.detach().cpu().double()
+    acc = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float64)
+    magnitude = torch.zeros_like(acc)
+    for b in range(columns.shape[1]):
+        part = slice(128 * b, 128 * b + 128)
+        scale = columns[:, b, None] * rows[:, b]
+        acc += left[:, part] @ right[:, part].T * scale
+        magnitude += left[:, part].abs() @ right[:, part].abs().T * scale.abs()
+    return Bounded(acc, error * magnitude)
 
 
 def gate_and_up(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *, error: float) -> tuple[Bounded, Bounded]:
@@ -261,7 +269,7 @@ def gate_and_up(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *, error
 
 def residual_sum(acc: Bounded, residual: Tensor | None, dtype: torch.dtype) -> Bounded:
     """What fp8_block_gemm_nt gives: acc rounded to dtype, the residual added, rounded again."""
-    unit = FLOAT32_ERROR if dtype == torch.float32 else BFLOAT16_ERROR / 2
+    unit = FLOAT32_ERROR if dtype == torch.float32 else BFLOAT16_ERROR
     added = torch.zeros_like(acc.value) if residual is None else residual.detach().cpu().double()
     value = acc.value + added
     return Bounded(value, acc.error + unit * (acc.value.abs() + (0 if residual is None else value.abs())))
@@ -282,17 +290,20 @@ def gated_product(
     g = gate.value.clamp(max=limit)
     u = up.value.clamp(-limit, limit) + up_offset
     if activation == "silu":
-        s = g * torch.sigmoid(g * (1.0 if alpha is None else alpha))
+        z = g * (1.0 if alpha is None else alpha)
     else:
         assert activation == "gelu_tanh" and alpha is None
-        s = 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
-    # No activation is steeper than 1.2. A dozen float32 steps, each off by a unit in the last place, and the
-    # smallest numbers that bfloat16 and a card's float32 hold.
-    unit = 12 * FLOAT32_ERROR + (BFLOAT16_ERROR if dtype == torch.bfloat16 else 0.0)
+        # (1 + tanh(t)) / 2 = sigmoid(2 t), of which float64 keeps all digits where t is far below 0 too.
+        z = 2 * math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)
+    s = g * torch.sigmoid(z)
     v = s * u
+    # No activation is steeper than 1.2. A dozen float32 steps; in exp(z) the error of z becomes one of the value; and
+    # from -87 on exp(z) may be 0.
+    unit = (12 - 4 * z.clamp(-87, 0)) * FLOAT32_ERROR + (2 * BFLOAT16_ERROR if dtype == torch.bfloat16 else 0.0)
     slack = 1.2 * gate.error * (u.abs() + up.error) + s.abs() * (up.error + 4 * FLOAT32_ERROR * abs(up_offset))
+    slack = slack + 1e-35 * u.abs()
     overflown = v.to(dtype).double()
-    return Bounded(torch.where(torch.isinf(overflown), overflown, v), slack + unit * v.abs() + 1e-37)
+    return Bounded(torch.where(torch.isinf(overflown), overflown, v), slack + unit * v.abs() + _TINY)
 
 
 def _in_blocks(v: Tensor) -> Tensor:
@@ -412,7 +423,7 @@ def assert_bounded(actual: Tensor, expected: Bounded) -> None:
         wrong = test(actual) != test(rounded)
         assert not wrong.any(), f"{name}: {_first(wrong, got=actual, expected=rounded)}"
     finite = torch.isfinite(rounded)
-    wrong = finite & ~((actual - expected.value).abs() <= expected.error + 1e-37)
+    wrong = finite & ~((actual - expected.value).abs() <= expected.error + _TINY)
     assert not wrong.any(), _first(wrong, got=actual, expected=expected.value, error=expected.error)
 
 
