@@ -5,6 +5,7 @@
 #include "ops/silu_check.h"
 #include "ops/silu_fold.h"
 #include "runtime/errors.h"
+#include "runtime/settings.h"
 
 namespace deep_kernels {
 
@@ -29,9 +30,21 @@ SiluCase read_activation(CaseReader& reader) {
   return activation_case(reader.op().c_str(), {activation, clamp, alpha, up_offset, scale_fmt});
 }
 
+// Tokens of a tile, 64 or 128, where a kernel has both: overrules what is chosen by sizes.
+constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";
+
+std::optional<u8> forced_token_groups() {
+  const auto text = settings::of_op(kTileVariable);
+  if (!text) return std::nullopt;
+  if (*text != "64" && *text != "128")
+    throw ValueError(fmt::format("{} must be 64 or 128, got '{}'", kTileVariable, *text));
+  return static_cast<u8>(*text == "64" ? 1 : 2);
+}
+
 // One warpgroup's tile where that fills more of the card, else two, which read w half as often.
 u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
   if (arch.backend != Backend::sm90) return 2;
+  if (const auto forced = forced_token_groups()) return *forced;
   const i64 small_tiles = ceil_div<i64>(sizes.num_tokens, 64) * num_blocks;
   return small_tiles <= sizes.num_sms ? 1 : 2;
 }
