@@ -5,6 +5,7 @@
 #include "ops/silu_check.h"
 #include "ops/silu_fold.h"
 #include "runtime/errors.h"
+#include "runtime/settings.h"
 
 namespace deep_kernels {
 
@@ -27,6 +28,27 @@ SiluCase read_activation(CaseReader& reader) {
   const std::optional<double> alpha = take_number(reader, "alpha");
   const double up_offset = take_number(reader, "up_offset").value_or(0.0);
   return activation_case(reader.op().c_str(), {activation, clamp, alpha, up_offset, scale_fmt});
+}
+
+// All that choose_token_groups may give.
+std::vector<u8> all_token_groups(const Arch& arch) {
+  if (arch.backend == Backend::sm89) return {1, 2, 4};
+  return {1, 2};
+}
+
+// Tokens of a tile where a kernel has several sizes: overrules what is chosen by sizes.
+constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";
+
+std::optional<u8> forced_token_groups(const Arch& arch) {
+  const auto text = settings::of_op(kTileVariable);
+  if (!text) return std::nullopt;
+  std::vector<i32> sizes;
+  for (u8 groups : all_token_groups(arch)) {
+    sizes.push_back(fold_tile_tokens(arch.backend, groups));
+    if (*text == fmt::format("{}", sizes.back())) return groups;
+  }
+  throw ValueError(fmt::format("{} must be one of {} on {}, got '{}'", kTileVariable,
+                               fmt::join(sizes, ", "), name_of(arch.backend), *text));
 }
 
 // Of sm89, what a tile takes: instructions of a warp for 128 of k, counted in the machine code for
@@ -55,15 +77,10 @@ u8 choose_sm89_token_groups(const GemmSizes& sizes, i64 num_blocks) {
 
 // One warpgroup's tile where that fills more of the card, else two, which read w half as often.
 u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
+  if (const auto forced = forced_token_groups(arch)) return *forced;
   if (arch.backend == Backend::sm89) return choose_sm89_token_groups(sizes, num_blocks);
   const i64 small_tiles = ceil_div<i64>(sizes.num_tokens, 64) * num_blocks;
   return small_tiles <= sizes.num_sms ? 1 : 2;
-}
-
-// All that choose_token_groups may give.
-std::vector<u8> chosen_token_groups(const Arch& arch) {
-  if (arch.backend == Backend::sm89) return {1, 2, 4};
-  return {1, 2};
 }
 
 u8 stages_of(const Arch& arch, u8 token_groups) {
@@ -135,12 +152,12 @@ SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
 
 std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch) {
   std::vector<SiluFoldSpec> specs;
-  for (u8 groups : chosen_token_groups(arch)) specs.push_back(fold_spec(wanted, arch, groups));
+  for (u8 groups : all_token_groups(arch)) specs.push_back(fold_spec(wanted, arch, groups));
   return specs;
 }
 std::vector<BlockGemmSpec> block_gemm_specs(const SiluCase& wanted, const Arch& arch) {
   std::vector<BlockGemmSpec> specs;
-  for (u8 groups : chosen_token_groups(arch)) specs.push_back(gemm_spec(wanted, arch, groups));
+  for (u8 groups : all_token_groups(arch)) specs.push_back(gemm_spec(wanted, arch, groups));
   return specs;
 }
 

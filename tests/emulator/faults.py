@@ -107,7 +107,7 @@ FAULTS = [
     _fault(
         "math warps do not wait for a stage", "sm90", SM90,
         "    ptx::mbarrier_wait(ptx::smem_addr(&smem.kv_filled[stages.slot]), stages.parity);\n", "",
-        "pending-async race uninitialized", ("math", "smem.kv_filled"),
+        "pending-async race uninitialized", ("math", "kv_filled"),
     ),
     _fault(
         "no wait for wgmma", "sm90", SM90, _WAIT_WGMMA, "", "accumulator", ("wgmma", "in flight"),

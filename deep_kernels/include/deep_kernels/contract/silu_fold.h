@@ -135,10 +135,15 @@ constexpr i32 fold_smem_bytes(Backend backend, i32 token_groups, i32 stages,
                               FoldAlgorithm algorithm, Rounding rounding) {
   const i32 tokens = fold_tile_tokens(backend, token_groups);
   const i32 rings = stages * fold_stage_bytes(tokens, algorithm);
-  if (backend == Backend::sm90) return rings + 256;  // barriers
+  if (backend == Backend::sm90) return rings + 1024;  // barriers
   const i32 element_bytes = rounding == Rounding::bfloat16 ? 2 : 4;
   const i32 gate = algorithm == FoldAlgorithm::two_pass ? tokens * kScaleBlock * element_bytes : 0;
   return rings + gate + 3072;  // act(gate); scales, maxima
+}
+// wgmma instructions that the machine code must hold: ptxas can drop some silently. Those of one k
+// block: a warpgroup that is alone splits its 256 columns into quarters, of two each into halves.
+constexpr i32 fold_num_wgmma(Backend backend, i32 token_groups) {
+  return backend != Backend::sm90 ? 0 : 4 * (token_groups == 1 ? 4 : 2);
 }
 // Tiles of all tokens and columns, and how many blocks of the grid take turns.
 constexpr i64 fold_num_tiles(i32 num_tokens, i32 num_blocks, i32 tile_tokens) {
@@ -174,7 +179,7 @@ struct SiluFoldSpec {
     return fold_smem_bytes(backend, token_groups, stages, algorithm, rounding);
   }
   static constexpr i32 spill_limit_bytes() { return 0; }
-  constexpr i32 num_wgmma() const { return backend == Backend::sm90 ? 8 : 0; }
+  constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups); }
   constexpr i32 grid(const SiluFoldArgs& args, i32 num_sms) const {
     const i32 blocks = ceil_div(args.num_columns, kScaleBlock);
     return static_cast<i32>(
@@ -217,7 +222,7 @@ struct BlockGemmSpec {
     return fold_smem_bytes(backend, token_groups, stages, algorithm(backend), Rounding::bfloat16);
   }
   static constexpr i32 spill_limit_bytes() { return 0; }
-  constexpr i32 num_wgmma() const { return backend == Backend::sm90 ? 8 : 0; }
+  constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups); }
   constexpr i32 grid(const BlockGemmArgs& args, i32 num_sms) const {
     const i32 blocks = ceil_div(args.num_columns, kFoldTileRows);
     return static_cast<i32>(

@@ -17,9 +17,10 @@ namespace deep_kernels::mqa_sm90 {
 // lets the clamps run ahead by a lead of its own: 2 modulo 4 is good, 0 is bad, 10% between them.
 // What tips the lead is when the scales are read: chosen by counting conflicts in the machine code
 // (scripts/bank_conflicts.py, NVRTC 13.0); measurements in benchmarks/notes_mqa.md.
-enum class ScaleLoad { before, after };  // than the tensor cores work on the tile
+enum class ScaleLoad { before, meanwhile, after };  // than the tensor cores work on the tile
 constexpr ScaleLoad scale_load(const MqaLogitsSpec& spec) {
-  return spec.is_mx() ? ScaleLoad::after : ScaleLoad::before;
+  if (spec.is_mx()) return ScaleLoad::after;
+  return spec.logits_dtype == DType::bfloat16 ? ScaleLoad::meanwhile : ScaleLoad::before;
 }
 
 template <MqaLogitsSpec S>
@@ -189,6 +190,7 @@ struct Math {
     float scale[Sum::kRows];
     if constexpr (!kEdge && kScaleLoad == ScaleLoad::before) load_scales(scale, scales, tile);
     start_score(x, kv + tile * (kTileRows * S.head_dim >> 4));
+    if constexpr (!kEdge && kScaleLoad == ScaleLoad::meanwhile) load_scales(scale, scales, tile);
     ptx::wgmma_wait_group<0>(x);
     if constexpr (!kEdge && kScaleLoad == ScaleLoad::after) load_scales(scale, scales, tile);
     if constexpr (kEdge)  // scales are read where they are used: the edge tests need registers

@@ -84,6 +84,15 @@ DK_DEVICE void tma_load_4d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i
       : "memory");
 }
 
+DK_DEVICE void tma_load_5d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z, i32 w,
+                           i32 v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+      "%4, %5, %6, %7}], [%2];" ::"r"(smem),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
+}
+
 // What a copy leaves in the L2 cache is the first to go.
 DK_DEVICE u64 evict_first_policy() {
   u64 policy;

@@ -1,0 +1,87 @@
+// The fold on Hopper: block-scaled gate_up GEMM, activation and block-128 quantization in one
+// launch. Gate and up of a column meet in the same lane, a token's 128 columns in four lanes.
+#pragma once
+
+#include "deep_kernels/contract/silu_fold.h"
+#include "deep_kernels/kernels/block_gemm_core_sm90.cuh"
+#include "deep_kernels/kernels/silu_math.cuh"
+#include "deep_kernels/ptx/sm90.cuh"
+
+namespace deep_kernels::fold_sm90 {
+
+// The lane's 32 codes of one row: words[j / 2] holds columns 2j and 2j + 1 of pairs j, j + 1.
+struct LaneCodes {
+  u32 word[8];
+};
+
+DK_DEVICE void store_codes(const SiluFoldArgs& args, const LaneCodes& codes, i32 token,
+                           i32 first_column, bool permuted) {
+  u8* row = args.y + token * args.y_stride + first_column;
+  u8* mine = row + 32 * (ptx::lane_index() % 4);
+  if (permuted && ptx::bytes_to_aligned(mine, 16) == 0) {
+    ptx::store_global_x4(mine, codes.word[0], codes.word[1], codes.word[2], codes.word[3]);
+    ptx::store_global_x4(mine + 16, codes.word[4], codes.word[5], codes.word[6], codes.word[7]);
+    return;
+  }
+  DK_UNROLL
+  for (i32 j = 0; j < 16; ++j) {
+    DK_UNROLL
+    for (i32 e = 0; e < 2; ++e) {
+      const i32 column = column_of(permuted, j, e);
+      if (first_column + column < args.num_columns)
+        ptx::store_global(row + column,
+                          static_cast<u8>(codes.word[j / 2] >> (16 * (j % 2) + 8 * e)));
+    }
+  }
+}
+
+// Activation, scale and codes of row r of the lane.
+template <SiluFoldSpec S>
+DK_DEVICE void finish_row(const SiluFoldArgs& args, const float (&sum)[128], i32 r, i32 token,
+                          i32 block, bool permuted) {
+  fold::Products<S.rounding> products[16];
+  fold::Maximum<S.rounding> maximum;
+  DK_UNROLL
+  for (i32 j = 0; j < 16; ++j) {
+    const float gate[2] = {sum[4 * j + 2 * r], sum[4 * j + 2 * r + 1]};
+    const float up[2] = {sum[64 + 4 * j + 2 * r], sum[64 + 4 * j + 2 * r + 1]};
+    products[j] = fold::gated<S.activation, S.rounding>(gate, up, args.activation);
+    maximum.add(products[j]);
+  }
+  float amax = maximum.value();
+  amax = ptx::max_nan(amax, ptx::shuffle_xor(amax, 1));
+  amax = ptx::max_nan(amax, ptx::shuffle_xor(amax, 2));
+  const auto scale = fold::BlockScale<S.scale_format>::of(amax);
+  const float inverse = scale.inverse();
+  LaneCodes codes;
+  DK_UNROLL
+  for (i32 i = 0; i < 8; ++i)
+    codes.word[i] = fold::codes_of(products[2 * i], inverse) |
+                    fold::codes_of(products[2 * i + 1], inverse) << 16;
+  if (token >= args.gemm.num_tokens) return;
+  store_codes(args, codes, token, block * kScaleBlock, permuted);
+  if (ptx::lane_index() % 4 == 0)
+    scale.store(args.y_scale,
+                token * args.y_scale_token_stride + block * args.y_scale_block_stride);
+}
+
+}  // namespace deep_kernels::fold_sm90
+
+namespace deep_kernels {
+
+template <SiluFoldSpec S, class Maps>
+DK_DEVICE void silu_fold_sm90(const SiluFoldArgs& args, const Maps& maps) {
+  using namespace fold_sm90;
+  const i32 blocks = ceil_div(args.num_columns, kScaleBlock);
+  const bool permuted = weight_rows_permuted(args.num_columns);
+  run<S>(
+      args.gemm, maps, blocks, permuted, [](i32 block) { return TileRows{block, block}; },
+      [&](i32 block) { return TileRows{block, blocks + block}; },
+      [&](const Math<S>& math, TileOrder::Tile tile) {
+        DK_UNROLL
+        for (i32 r = 0; r < 2; ++r)
+          finish_row<S>(args, math.sum, r, math.token_of(tile.token) + 8 * r, tile.block, permuted);
+      });
+}
+
+}  // namespace deep_kernels
