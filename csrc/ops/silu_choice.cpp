@@ -1,11 +1,14 @@
 // Which Specs serve the FP8 prefill MLP, and the words of a case.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "ops/checks.h"
 #include "ops/silu_check.h"
 #include "ops/silu_fold.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
+#include "runtime/source.h"
 
 namespace deep_kernels {
 
@@ -36,19 +39,45 @@ std::vector<u8> all_token_groups(const Arch& arch) {
   return {1, 2};
 }
 
-// Tokens of a tile where a kernel has several sizes: overrules what is chosen by sizes.
-constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";
+// What these variables name overrules the choice.
+constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";            // tokens
+constexpr const char* kAlgorithmVariable = "DEEP_KERNELS_SILU_ALGORITHM";  // of the fold
+constexpr const char* kStagesVariable = "DEEP_KERNELS_SILU_STAGES";
+
+// Which of the words a variable holds.
+std::optional<std::size_t> forced(const char* variable, const std::vector<std::string>& words) {
+  const auto text = settings::of_op(variable);
+  if (!text) return std::nullopt;
+  const auto found = std::find(words.begin(), words.end(), *text);
+  if (found == words.end())
+    throw ValueError(fmt::format("{} must be one of {}, got '{}'", variable,
+                                 fmt::join(words, ", "), *text));
+  return found - words.begin();
+}
 
 std::optional<u8> forced_token_groups(const Arch& arch) {
-  const auto text = settings::of_op(kTileVariable);
-  if (!text) return std::nullopt;
-  std::vector<i32> sizes;
-  for (u8 groups : all_token_groups(arch)) {
-    sizes.push_back(fold_tile_tokens(arch.backend, groups));
-    if (*text == fmt::format("{}", sizes.back())) return groups;
-  }
-  throw ValueError(fmt::format("{} must be one of {} on {}, got '{}'", kTileVariable,
-                               fmt::join(sizes, ", "), name_of(arch.backend), *text));
+  const std::vector<u8> groups = all_token_groups(arch);
+  std::vector<std::string> tiles;
+  for (u8 one : groups) tiles.push_back(fmt::format("{}", fold_tile_tokens(arch.backend, one)));
+  const auto index = forced(kTileVariable, tiles);
+  return index ? std::optional(groups[*index]) : std::nullopt;
+}
+
+FoldAlgorithm choose_algorithm(const Arch& arch) {
+  if (arch.backend == Backend::sm90) return FoldAlgorithm::one_pass;
+  const FoldAlgorithm all[] = {FoldAlgorithm::interleaved, FoldAlgorithm::two_pass};
+  return all[forced(kAlgorithmVariable, {name_of(all[0]), name_of(all[1])}).value_or(0)];
+}
+
+u8 choose_stages(const Arch& arch, u8 token_groups) {
+  std::vector<std::string> words;
+  std::vector<u8> all;
+  for (u8 stages = 1; stages <= kMaxFoldStages; ++stages)
+    if (fold_has_stages(arch.backend, token_groups, stages)) {
+      all.push_back(stages);
+      words.push_back(fmt::format("{}", stages));
+    }
+  return all[forced(kStagesVariable, words).value_or(all.size() - 1)];
 }
 
 // Of sm89, what a tile takes: instructions of a warp for 128 of k, counted in the machine code for
@@ -83,26 +112,25 @@ u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks)
   return small_tiles <= sizes.num_sms ? 1 : 2;
 }
 
-u8 stages_of(const Arch& arch, u8 token_groups) {
-  return static_cast<u8>(fold_stages(arch.backend, token_groups));
-}
-
 SiluFoldSpec fold_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
-  return {.backend = arch.backend,
-          .algorithm =
-              arch.backend == Backend::sm90 ? FoldAlgorithm::one_pass : FoldAlgorithm::interleaved,
-          .activation = wanted.activation,
-          .rounding = wanted.rounding,
-          .scale_format = wanted.scale_format,
-          .token_groups = token_groups,
-          .stages = stages_of(arch, token_groups)};
+  const SiluFoldSpec spec{.backend = arch.backend,
+                          .algorithm = choose_algorithm(arch),
+                          .activation = wanted.activation,
+                          .rounding = wanted.rounding,
+                          .scale_format = wanted.scale_format,
+                          .token_groups = token_groups,
+                          .stages = choose_stages(arch, token_groups)};
+  // Nothing that is chosen: what the variables name may not go together.
+  if (const char* reason = spec.invalid())
+    throw ValueError(fmt::format("{}: {} for {}", kSiluFoldOp, reason, describe_spec(spec)));
+  return spec;
 }
 
 BlockGemmSpec gemm_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
   return {.backend = arch.backend,
           .out_dtype = wanted.out_dtype,
           .token_groups = token_groups,
-          .stages = stages_of(arch, token_groups)};
+          .stages = static_cast<u8>(fold_stages(arch.backend, token_groups))};
 }
 
 }  // namespace

@@ -274,6 +274,12 @@ constexpr i32 fold_stages(Backend backend, i32 token_groups) {
   if (backend == Backend::sm90) return token_groups == 1 ? 5 : 4;
   return 2;
 }
+// The smallest tile of sm89 comes also with one stage: least shared memory.
+constexpr bool fold_has_stages(Backend backend, i32 token_groups, i32 stages) {
+  return stages == fold_stages(backend, token_groups) ||
+         (backend == Backend::sm89 && token_groups == 1 && stages == 1);
+}
+inline constexpr i32 kMaxFoldStages = 5;
 
 template <class Visit>
 constexpr void for_each_silu_fold_spec(Backend backend, Visit&& visit) {
@@ -283,13 +289,11 @@ constexpr void for_each_silu_fold_spec(Backend backend, Visit&& visit) {
         for (FoldAlgorithm algorithm :
              {FoldAlgorithm::one_pass, FoldAlgorithm::two_pass, FoldAlgorithm::interleaved})
           for (u8 groups : {u8{1}, u8{2}, u8{4}})
-            for (u8 stages = 1; stages <= 5; ++stages) {
-              // The smallest tile of sm89 also with one stage: least shared memory.
-              const bool listed = stages == fold_stages(backend, groups) ||
-                                  (backend == Backend::sm89 && groups == 1 && stages == 1);
+            for (u8 stages = 1; stages <= kMaxFoldStages; ++stages) {
               const SiluFoldSpec spec{backend, algorithm, activation, rounding,
                                       scale,   groups,    stages};
-              if (listed && spec.invalid() == nullptr) visit(spec);
+              if (fold_has_stages(backend, groups, stages) && spec.invalid() == nullptr)
+                visit(spec);
             }
 }
 template <class Visit>

@@ -37,16 +37,6 @@ struct Shape {
   static constexpr i32 kPasses = kTileHalves * kOctets / kPassOctets;
   static_assert(kTokenWarps * kColumnWarps * 32 == kThreads && kOctets % 2 == 0);
 
-  static DK_DEVICE i32 warp_token() { return ptx::warp_index() % kTokenWarps * kWarpTokens; }
-  static DK_DEVICE i32 column_warp() { return ptx::warp_index() / kTokenWarps; }
-  // The lane's token number `row`, 0 to 3: of an MMA's accumulators the first two belong to an even
-  // one, the last two to the odd one behind it.
-  static DK_DEVICE i32 token(i32 row) { return warp_token() + 8 * row + ptx::lane_index() / 4; }
-  // The first of the lane's neighbouring columns of a group, in a half.
-  static DK_DEVICE i32 column(i32 group) {
-    return column_warp() * kWarpColumns + group * 8 * kGroupOctets +
-           ptx::lane_index() % 4 * kLaneColumns;
-  }
   // Which row of a half belongs to row `place` of the second operand. Lane t of a quad gets columns
   // 2t and 2t + 1 of octet j: these are number 2j and 2j + 1 of its neighbouring columns.
   static DK_DEVICE i32 weight_row(i32 place) {
@@ -54,6 +44,23 @@ struct Shape {
     const i32 octet = place % kGroupRows / 8;
     const i32 lane = place % 8 / 2;
     return place / kGroupRows * kGroupRows + lane * kLaneColumns + 2 * octet + place % 2;
+  }
+};
+
+// A warp's part of a tile, and a lane's of that.
+template <class Shape>
+struct Seat {
+  i32 warp;
+
+  DK_DEVICE i32 warp_token() const { return warp % Shape::kTokenWarps * kWarpTokens; }
+  DK_DEVICE i32 column_warp() const { return warp / Shape::kTokenWarps; }
+  // The lane's token number `row`, 0 to 3: of an MMA's accumulators the first two belong to an even
+  // one, the last two to the odd one behind it.
+  DK_DEVICE i32 token(i32 row) const { return warp_token() + 8 * row + ptx::lane_index() / 4; }
+  // The first of the lane's neighbouring columns of a group, in a half.
+  DK_DEVICE i32 column(i32 group) const {
+    return column_warp() * Shape::kWarpColumns + group * 8 * Shape::kGroupOctets +
+           ptx::lane_index() % 4 * Shape::kLaneColumns;
   }
 };
 
@@ -108,7 +115,7 @@ struct Sums {
       DK_UNROLL
       for (i32 j = 0; j < 8; ++j) value[i][j / 4][j % 4] = 0.0f;
   }
-  // Two neighbouring columns, see Shape::token and Shape::column.
+  // Two neighbouring columns, see Seat::token and Seat::column.
   DK_DEVICE void pair(float (&columns)[2], i32 half, i32 octet, i32 row) const {
     const float(&sums)[4] = value[half * Shape::kOctets + octet][row / 2];
     columns[0] = sums[row % 2 * 2];
@@ -136,6 +143,7 @@ struct Multiplier {
   const BlockScaledArgs& args;
   const Work& work;
   Rings<Shape, kStages>& rings;
+  Seat<Shape> seat;
   // Loads run ahead: where they are.
   i32 load_unit;
   i32 load_block;
@@ -144,10 +152,12 @@ struct Multiplier {
   tile::Ring<kStages> fills;
   tile::Ring<kStages> drains;
 
-  DK_DEVICE Multiplier(const BlockScaledArgs& args, const Work& work, Rings<Shape, kStages>& rings)
+  DK_DEVICE Multiplier(const BlockScaledArgs& args, const Work& work, Rings<Shape, kStages>& rings,
+                       Seat<Shape> seat)
       : args(args),
         work(work),
         rings(rings),
+        seat(seat),
         load_unit(first_unit()),
         load_block(0),
         source{},
@@ -289,9 +299,9 @@ struct Multiplier {
 
   DK_DEVICE void add_stage(Sums<Shape>& sums) const {
     const auto& stage = rings.stage[drains.slot];
-    const u32 x = ptx::smem_addr(stage.x) + Shape::warp_token() * kScaleBlock;
+    const u32 x = ptx::smem_addr(stage.x) + seat.warp_token() * kScaleBlock;
     const u32 w =
-        ptx::smem_addr(stage.w) + Shape::column_warp() * Shape::kWarpColumns * kScaleBlock;
+        ptx::smem_addr(stage.w) + seat.column_warp() * Shape::kWarpColumns * kScaleBlock;
     DK_UNROLL
     for (i32 pass = 0; pass < Shape::kPasses; ++pass) {
       Part part = {};
@@ -305,7 +315,7 @@ struct Multiplier {
     float of_half[Shape::kHalves];
     DK_UNROLL
     for (i32 row = 0; row < 4; ++row)
-      of_token[row] = ptx::load_shared_f32(scales + Shape::token(row) * sizeof(float));
+      of_token[row] = ptx::load_shared_f32(scales + seat.token(row) * sizeof(float));
     DK_UNROLL
     for (i32 half = 0; half < Shape::kHalves; ++half)
       of_half[half] = ptx::load_shared_f32(scales + (Shape::kTileTokens + half) * sizeof(float));
