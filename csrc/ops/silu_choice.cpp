@@ -1,5 +1,6 @@
 // Which Specs serve the FP8 prefill MLP, and the words of a case.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 
