@@ -43,7 +43,6 @@ struct Finish {
   using Shape = GemmShape<S>;
 
   const BlockGemmArgs& args;
-  Seat<Shape> seat;
   TilePlace place;
 
   DK_DEVICE float load_residual(i64 at) const {
@@ -63,8 +62,8 @@ struct Finish {
   }
   // The lane's neighbouring columns of one token.
   DK_DEVICE void store(const Sums<Shape>& sums, i32 half, i32 group, i32 row) const {
-    const i64 token = place.tokens * S.tile_tokens() + seat.token(row);
-    const i64 column = place.columns * kFoldTileRows + half * kScaleBlock + seat.column(group);
+    const i64 token = place.tokens * S.tile_tokens() + Shape::token(row);
+    const i64 column = place.columns * kFoldTileRows + half * kScaleBlock + Shape::column(group);
     if (token >= args.gemm.num_tokens || column >= args.num_columns) return;
     constexpr bool kNarrow = S.out_dtype == DType::bfloat16;
     u32 words[kNarrow ? Shape::kLaneColumns / 2 : Shape::kLaneColumns];
@@ -108,14 +107,12 @@ DK_DEVICE void block_gemm_sm89(const BlockGemmArgs& args) {
   static_assert(sizeof(Rings) <= S.smem_bytes());
   static_assert(S.num_threads() == kThreads);
   const GemmWork<S> work{args};
-  const Seat<GemmShape<S>> seat{ptx::warp_index()};
-  Multiplier<GemmShape<S>, S.stages, GemmWork<S>> gemm(args.gemm, work, ptx::dynamic_smem<Rings>(),
-                                                       seat);
+  Multiplier<GemmShape<S>, S.stages, GemmWork<S>> gemm(args.gemm, work, ptx::dynamic_smem<Rings>());
   DK_NO_UNROLL
   for (i32 tile = ptx::block_index(); tile < work.num_units(); tile += ptx::num_blocks()) {
     Sums<GemmShape<S>> sums;
     gemm.run(sums);
-    Finish<S>{args, seat, work.place(tile)}.run(sums);
+    Finish<S>{args, work.place(tile)}.run(sums);
   }
 }
 

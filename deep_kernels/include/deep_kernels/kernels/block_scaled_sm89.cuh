@@ -37,6 +37,17 @@ struct Shape {
   static constexpr i32 kPasses = kTileHalves * kOctets / kPassOctets;
   static_assert(kTokenWarps * kColumnWarps * 32 == kThreads && kOctets % 2 == 0);
 
+  static DK_DEVICE i32 warp() { return ptx::thread_index() / 32; }
+  static DK_DEVICE i32 warp_token() { return warp() % kTokenWarps * kWarpTokens; }
+  static DK_DEVICE i32 column_warp() { return warp() / kTokenWarps; }
+  // The lane's token number `row`, 0 to 3: of an MMA's accumulators the first two belong to an even
+  // one, the last two to the odd one behind it.
+  static DK_DEVICE i32 token(i32 row) { return warp_token() + 8 * row + ptx::lane_index() / 4; }
+  // The first of the lane's neighbouring columns of a group, in a half.
+  static DK_DEVICE i32 column(i32 group) {
+    return column_warp() * kWarpColumns + group * 8 * kGroupOctets +
+           ptx::lane_index() % 4 * kLaneColumns;
+  }
   // Which row of a half belongs to row `place` of the second operand. Lane t of a quad gets columns
   // 2t and 2t + 1 of octet j: these are number 2j and 2j + 1 of its neighbouring columns.
   static DK_DEVICE i32 weight_row(i32 place) {
@@ -44,23 +55,6 @@ struct Shape {
     const i32 octet = place % kGroupRows / 8;
     const i32 lane = place % 8 / 2;
     return place / kGroupRows * kGroupRows + lane * kLaneColumns + 2 * octet + place % 2;
-  }
-};
-
-// A warp's part of a tile, and a lane's of that.
-template <class Shape>
-struct Seat {
-  i32 warp;
-
-  DK_DEVICE i32 warp_token() const { return warp % Shape::kTokenWarps * kWarpTokens; }
-  DK_DEVICE i32 column_warp() const { return warp / Shape::kTokenWarps; }
-  // The lane's token number `row`, 0 to 3: of an MMA's accumulators the first two belong to an even
-  // one, the last two to the odd one behind it.
-  DK_DEVICE i32 token(i32 row) const { return warp_token() + 8 * row + ptx::lane_index() / 4; }
-  // The first of the lane's neighbouring columns of a group, in a half.
-  DK_DEVICE i32 column(i32 group) const {
-    return column_warp() * Shape::kWarpColumns + group * 8 * Shape::kGroupOctets +
-           ptx::lane_index() % 4 * Shape::kLaneColumns;
   }
 };
 
@@ -115,7 +109,7 @@ struct Sums {
       DK_UNROLL
       for (i32 j = 0; j < 8; ++j) value[i][j / 4][j % 4] = 0.0f;
   }
-  // Two neighbouring columns, see Seat::token and Seat::column.
+  // Two neighbouring columns, see Shape::token and Shape::column.
   DK_DEVICE void pair(float (&columns)[2], i32 half, i32 octet, i32 row) const {
     const float(&sums)[4] = value[half * Shape::kOctets + octet][row / 2];
     columns[0] = sums[row % 2 * 2];
@@ -143,30 +137,25 @@ struct Multiplier {
   const BlockScaledArgs& args;
   const Work& work;
   Rings<Shape, kStages>& rings;
-  Seat<Shape> seat;
   // Loads run ahead: where they are.
   i32 load_unit;
   i32 load_block;
   Source source;
   float scale;  // the thread's, of the block that was loaded last
-  tile::Ring<kStages> fills;
   tile::Ring<kStages> drains;
 
-  DK_DEVICE Multiplier(const BlockScaledArgs& args, const Work& work, Rings<Shape, kStages>& rings,
-                       Seat<Shape> seat)
+  DK_DEVICE Multiplier(const BlockScaledArgs& args, const Work& work, Rings<Shape, kStages>& rings)
       : args(args),
         work(work),
         rings(rings),
-        seat(seat),
         load_unit(first_unit()),
         load_block(0),
         source{},
         scale(0.0f),
-        fills(tile::Ring<kStages>::filler()),
         drains(tile::Ring<kStages>::drainer()) {
     find_source();
     DK_UNROLL
-    for (i32 ahead = 0; ahead < kAhead; ++ahead) load();
+    for (i32 ahead = 0; ahead < kAhead; ++ahead) load(ahead);
   }
 
   DK_DEVICE i32 num_k_blocks() const { return ceil_div(args.k, kScaleBlock); }
@@ -180,18 +169,21 @@ struct Multiplier {
   }
 
   // --- loads
-  static DK_DEVICE i32 copied_row() { return ptx::thread_index() / 8; }
-  static DK_DEVICE i32 copied_chunk() { return ptx::thread_index() % 8; }
+  static DK_DEVICE i32 copied_row(i32 thread) { return thread / 8; }
+  static DK_DEVICE i32 copied_chunk(i32 thread) { return thread % 8; }
 
   DK_DEVICE void find_source() {
     if (load_unit >= work.num_units()) return;
     const TileRows rows = work.rows(load_unit);
-    const i32 row = Shape::weight_row(copied_row());
-    source.x = args.x + i64{rows.first_token + copied_row()} * args.x_stride + 16 * copied_chunk();
-    source.w = args.w + (rows.first_row + row) * args.w_stride + 16 * copied_chunk();
-    source.tokens = args.num_tokens - rows.first_token - copied_row();
+    const i32 thread = ptx::fresh_thread_index();
+    const i32 token = rows.first_token + copied_row(thread);
+    const i32 row = Shape::weight_row(copied_row(thread));
+    const i32 byte = 16 * copied_chunk(thread);
+    source.x = args.x + token * args.x_stride + byte;
+    source.w = args.w + (rows.first_row + row) * args.w_stride + byte;
+    source.tokens = args.num_tokens - token;
     source.columns = rows.num_columns - row;
-    source.scale = scale_index(rows, ptx::thread_index());
+    source.scale = scale_index(rows, thread);
   }
   // Where the scale number `i` of a stage lies.
   DK_DEVICE i64 scale_index(const TileRows& rows, i32 i) const {
@@ -205,12 +197,7 @@ struct Multiplier {
 
   // Of `left` rows the first, the 32nd behind it and so on. Nothing is read where none is left.
   template <i32 kRows>
-  DK_DEVICE void copy_rows(const u8* tile, const u8* from, i64 stride, i32 left) const {
-    const u32 to =
-        ptx::smem_addr(tile) + tile::swizzled_offset<kScaleBlock>(copied_row(), copied_chunk());
-    const i32 k = load_block * kScaleBlock;
-    if (k + 16 * copied_chunk() >= args.k) left = 0;
-    from += k;
+  DK_DEVICE void copy_rows(u32 to, const u8* from, i64 stride, i32 left) const {
     DK_UNROLL
     for (i32 row = 0; row < kRows; row += kRowsPerCopy) {
       const bool there = row < left;
@@ -220,19 +207,25 @@ struct Multiplier {
     }
   }
 
-  // The next block of k, one copy group; an empty one behind the last.
-  DK_DEVICE void load() {
+  // The next block of k into a stage, one copy group; an empty one behind the last.
+  DK_DEVICE void load(i32 slot) {
     if (load_unit < work.num_units()) {
       const HalfStep step = work.half_step();
-      auto& stage = rings.stage[fills.slot];
-      copy_rows<Shape::kTileTokens>(stage.x, source.x, args.x_stride, source.tokens);
+      const i32 thread = ptx::fresh_thread_index();
+      const u32 place =
+          tile::swizzled_offset<kScaleBlock>(copied_row(thread), copied_chunk(thread));
+      const i32 k = load_block * kScaleBlock;
+      const bool has_k = k + 16 * copied_chunk(thread) < args.k;
+      const auto& stage = rings.stage[slot];
+      copy_rows<Shape::kTileTokens>(ptx::smem_addr(stage.x) + place, source.x + k, args.x_stride,
+                                    has_k ? source.tokens : 0);
       DK_UNROLL
       for (i32 half = 0; half < Shape::kHalves; ++half)
-        copy_rows<kScaleBlock>(stage.w + half * kScaleBlock * kScaleBlock,
-                               source.w + half * i64{step.rows} * args.w_stride, args.w_stride,
-                               source.columns - half * step.columns);
+        copy_rows<kScaleBlock>(
+            ptx::smem_addr(stage.w) + half * kScaleBlock * kScaleBlock + place,
+            source.w + k + half * i64{step.rows} * args.w_stride, args.w_stride,
+            has_k ? source.columns - half * step.columns : 0);
       scale = load_scale();
-      fills.next();
       if (++load_block == num_k_blocks()) {
         load_block = 0;
         load_unit = unit_behind(load_unit);
@@ -299,9 +292,9 @@ struct Multiplier {
 
   DK_DEVICE void add_stage(Sums<Shape>& sums) const {
     const auto& stage = rings.stage[drains.slot];
-    const u32 x = ptx::smem_addr(stage.x) + seat.warp_token() * kScaleBlock;
+    const u32 x = ptx::smem_addr(stage.x) + Shape::warp_token() * kScaleBlock;
     const u32 w =
-        ptx::smem_addr(stage.w) + seat.column_warp() * Shape::kWarpColumns * kScaleBlock;
+        ptx::smem_addr(stage.w) + Shape::column_warp() * Shape::kWarpColumns * kScaleBlock;
     DK_UNROLL
     for (i32 pass = 0; pass < Shape::kPasses; ++pass) {
       Part part = {};
@@ -315,7 +308,7 @@ struct Multiplier {
     float of_half[Shape::kHalves];
     DK_UNROLL
     for (i32 row = 0; row < 4; ++row)
-      of_token[row] = ptx::load_shared_f32(scales + seat.token(row) * sizeof(float));
+      of_token[row] = ptx::load_shared_f32(scales + Shape::token(row) * sizeof(float));
     DK_UNROLL
     for (i32 half = 0; half < Shape::kHalves; ++half)
       of_half[half] = ptx::load_shared_f32(scales + (Shape::kTileTokens + half) * sizeof(float));
@@ -338,7 +331,7 @@ struct Multiplier {
     for (i32 block = 0; block < num_k_blocks(); ++block) {
       if constexpr (kAhead == 0) {
         ptx::sync_threads();  // all are done with the only stage
-        load();
+        load(0);
         post_scale();
         ptx::cp_async_wait_group<0>();
         ptx::sync_threads();
@@ -346,7 +339,9 @@ struct Multiplier {
         post_scale();
         ptx::cp_async_wait_group<kAhead - 1>();
         ptx::sync_threads();  // the stage is there for all, and all are done with the one before it
-        load();
+        auto fills = drains;
+        fills.advance(kAhead);
+        load(fills.slot);
       }
       add_stage(sums);
       drains.next();

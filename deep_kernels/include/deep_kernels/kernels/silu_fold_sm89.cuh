@@ -93,12 +93,11 @@ struct Finish {
 
   const SiluFoldArgs& args;
   Smem<S>& smem;
-  Seat<Shape> seat;
   TilePlace place;
 
   // The first of the lane's neighbouring columns of a group.
   DK_DEVICE i32 column(i32 group) const {
-    return place.columns * kScaleBlock + seat.column(group);
+    return place.columns * kScaleBlock + Shape::column(group);
   }
   DK_DEVICE bool has_columns(i32 group) const { return column(group) < args.num_columns; }
   DK_DEVICE void activated(float (&activated)[2], const Sums<Shape>& sums, i32 octet,
@@ -146,7 +145,7 @@ struct Finish {
     DK_UNROLL
     for (i32 warp = 0; warp < Shape::kColumnWarps; ++warp)
       greatest = ptx::max_nan(greatest, ptx::load_shared_f32(ptx::smem_addr(
-                                            &smem.maximum[seat.token(row)][warp])));
+                                            &smem.maximum[Shape::token(row)][warp])));
     return greatest;
   }
 
@@ -162,10 +161,10 @@ struct Finish {
     tile::store_words(y, words);
   }
   DK_DEVICE void store(const Products (&products)[Shape::kOctets], i32 row) const {
-    const i64 token = place.tokens * S.tile_tokens() + seat.token(row);
+    const i64 token = place.tokens * S.tile_tokens() + Shape::token(row);
     if (token >= args.gemm.num_tokens) return;
     const Scale scale = Scale::of(block_maximum(row));
-    if (seat.column_warp() == 0 && ptx::lane_index() % 4 == 0)
+    if (Shape::column_warp() == 0 && ptx::lane_index() % 4 == 0)
       scale.store(args.y_scale,
                   token * args.y_scale_token_stride + place.columns * args.y_scale_block_stride);
     const float inverse = scale.inverse();
@@ -185,7 +184,7 @@ store_codes(args.y + token * args.y_stride + column(group), products, inverse, g
       const float greatest = maximum(products[row]);
       if (ptx::lane_index() % 4 == 0)
         ptx::store_shared_f32(
-            ptx::smem_addr(&smem.maximum[seat.token(row)][seat.column_warp()]), greatest);
+            ptx::smem_addr(&smem.maximum[Shape::token(row)][Shape::column_warp()]), greatest);
     }
     // The main loop's barriers stand between this tile's reads and the next one's writes.
     ptx::sync_threads();
@@ -208,17 +207,16 @@ DK_DEVICE void silu_fold_sm89(const SiluFoldArgs& args) {
   using Gemm = Multiplier<FoldShape<S>, S.stages, Work>;
   auto& smem = ptx::dynamic_smem<Smem<S>>();
   const Work work{args};
-  const Seat<FoldShape<S>> seat{ptx::warp_index()};
-  Gemm gemm(args.gemm, work, smem.rings, seat);
+  Gemm gemm(args.gemm, work, smem.rings);
   DK_NO_UNROLL
   for (i32 tile = ptx::block_index(); tile < work.num_tiles(); tile += ptx::num_blocks()) {
     Sums<FoldShape<S>> sums;
     if constexpr (kTwoPass<S>) {
       gemm.run(sums);
-      Finish<S>{args, smem, seat, {}}.keep_gate(sums);
+      Finish<S>{args, smem, {}}.keep_gate(sums);
     }
     gemm.run(sums);
-    Finish<S>{args, smem, seat, work.place(tile)}.run(sums);
+    Finish<S>{args, smem, work.place(tile)}.run(sums);
   }
 }
 

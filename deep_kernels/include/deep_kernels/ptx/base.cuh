@@ -17,6 +17,13 @@ namespace deep_kernels::ptx {
 // --- who and where ------------------------------------------------------------------------------
 
 DK_DEVICE i32 thread_index() { return static_cast<i32>(threadIdx.x); }
+// The same, of which the compiler does not know that it is: what is made of it is made where it
+// stands, and occupies no register around a loop.
+DK_DEVICE i32 fresh_thread_index() {
+  i32 index = thread_index();
+  asm volatile("" : "+r"(index));
+  return index;
+}
 DK_DEVICE i32 lane_index() { return static_cast<i32>(threadIdx.x & 31u); }
 // The same value in all lanes, in a form the compiler knows to be uniform.
 DK_DEVICE i32 warp_index() {

@@ -27,6 +27,7 @@ inline void role(const char* name) { emulator::set_role(name); }
 // --- who and where ------------------------------------------------------------------------------
 
 inline i32 thread_index() { return emulator::identity.thread; }
+inline i32 fresh_thread_index() { return emulator::identity.thread; }
 inline i32 lane_index() { return emulator::identity.thread % 32; }
 inline i32 warp_index(At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::shuffle, emulator::identity.thread / 32, 0, at));
