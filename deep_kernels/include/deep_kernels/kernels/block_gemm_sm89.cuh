@@ -111,9 +111,10 @@ DK_DEVICE void block_gemm_sm89(const BlockGemmArgs& args) {
   DK_NO_UNROLL
   for (i32 tile = ptx::block_index(); tile < work.num_units(); tile += ptx::num_blocks()) {
     Sums<GemmShape<S>> sums;
-    gemm.run(sums);
+    gemm.run(sums, tile);
     Finish<S>{args, work.place(tile)}.run(sums);
   }
+  gemm.close();
 }
 
 }  // namespace deep_kernels

@@ -22,7 +22,7 @@ inline constexpr i32 kWarpTokens = 32;   // two MMAs of 16
 inline constexpr i32 kRowsPerCopy = 32;  // rows of 128 bytes that all threads copy at once
 
 // How the warps share a tile, and what a lane holds of it.
-template <i32 kTokens, i32 kTileHalves>
+template <i32 kTokens, i32 kTileHalves, i32 kMostPassOctets = 8>
 struct Shape {
   static constexpr i32 kTileTokens = kTokens;
   static constexpr i32 kHalves = kTileHalves;  // of columns, 128 each
@@ -33,7 +33,7 @@ struct Shape {
   static constexpr i32 kGroupOctets = min_of(4, kOctets);             // whose columns are permuted
   static constexpr i32 kGroups = kOctets / kGroupOctets;              // of each half
   static constexpr i32 kLaneColumns = 2 * kGroupOctets;               // neighbours, of a group
-  static constexpr i32 kPassOctets = min_of(8, kTileHalves * kOctets);  // summed at a time
+  static constexpr i32 kPassOctets = min_of(kMostPassOctets, kTileHalves * kOctets);  // summed at a time
   static constexpr i32 kPasses = kTileHalves * kOctets / kPassOctets;
   static_assert(kTokenWarps * kColumnWarps * 32 == kThreads && kOctets % 2 == 0);
 
@@ -137,31 +137,24 @@ struct Multiplier {
   const BlockScaledArgs& args;
   const Work& work;
   Rings<Shape, kStages>& rings;
-  // Loads run ahead: where they are.
-  i32 load_unit;
-  i32 load_block;
-  Source source;
-  float scale;  // the thread's, of the block that was loaded last
+  Source source;  // of the block that is loaded next
+  float scale;    // the thread's, of the block that was loaded last
   tile::Ring<kStages> drains;
 
   DK_DEVICE Multiplier(const BlockScaledArgs& args, const Work& work, Rings<Shape, kStages>& rings)
       : args(args),
         work(work),
         rings(rings),
-        load_unit(first_unit()),
-        load_block(0),
         source{},
         scale(0.0f),
         drains(tile::Ring<kStages>::drainer()) {
-    find_source();
-    DK_UNROLL
-    for (i32 ahead = 0; ahead < kAhead; ++ahead) load(ahead);
+    if constexpr (kAhead == 0) return;
+    find_source(ptx::block_index() * Work::kUnitsPerTile);
+    load(0, 0);
   }
 
   DK_DEVICE i32 num_k_blocks() const { return ceil_div(args.k, kScaleBlock); }
-
-  // --- the units of this block
-  static DK_DEVICE i32 first_unit() { return ptx::block_index() * Work::kUnitsPerTile; }
+  // The unit that this block works at next.
   static DK_DEVICE i32 unit_behind(i32 unit) {
     const i32 next = unit + 1;
     return next % Work::kUnitsPerTile != 0 ? next
@@ -172,9 +165,14 @@ struct Multiplier {
   static DK_DEVICE i32 copied_row(i32 thread) { return thread / 8; }
   static DK_DEVICE i32 copied_chunk(i32 thread) { return thread % 8; }
 
-  DK_DEVICE void find_source() {
-    if (load_unit >= work.num_units()) return;
-    const TileRows rows = work.rows(load_unit);
+  // Behind the last unit there is nothing: zeros come.
+  DK_DEVICE void find_source(i32 unit) {
+    if (unit >= work.num_units()) {
+      source.tokens = source.columns = 0;
+      source.scale = -1;
+      return;
+    }
+    const TileRows rows = work.rows(unit);
     const i32 thread = ptx::fresh_thread_index();
     const i32 token = rows.first_token + copied_row(thread);
     const i32 row = Shape::weight_row(copied_row(thread));
@@ -207,47 +205,39 @@ struct Multiplier {
     }
   }
 
-  // The next block of k into a stage, one copy group; an empty one behind the last.
-  DK_DEVICE void load(i32 slot) {
-    if (load_unit < work.num_units()) {
-      const HalfStep step = work.half_step();
-      const i32 thread = ptx::fresh_thread_index();
-      const u32 place =
-          tile::swizzled_offset<kScaleBlock>(copied_row(thread), copied_chunk(thread));
-      const i32 k = load_block * kScaleBlock;
-      const bool has_k = k + 16 * copied_chunk(thread) < args.k;
-      const auto& stage = rings.stage[slot];
-      copy_rows<Shape::kTileTokens>(ptx::smem_addr(stage.x) + place, source.x + k, args.x_stride,
-                                    has_k ? source.tokens : 0);
-      DK_UNROLL
-      for (i32 half = 0; half < Shape::kHalves; ++half)
-        copy_rows<kScaleBlock>(
-            ptx::smem_addr(stage.w) + half * kScaleBlock * kScaleBlock + place,
-            source.w + k + half * i64{step.rows} * args.w_stride, args.w_stride,
-            has_k ? source.columns - half * step.columns : 0);
-      scale = load_scale();
-      if (++load_block == num_k_blocks()) {
-        load_block = 0;
-        load_unit = unit_behind(load_unit);
-        find_source();
-      }
-    }
+  // A block of k of the source into a stage, one copy group.
+  DK_DEVICE void load(i32 block, i32 slot) {
+    const HalfStep step = work.half_step();
+    const i32 thread = ptx::fresh_thread_index();
+    const u32 place = tile::swizzled_offset<kScaleBlock>(copied_row(thread), copied_chunk(thread));
+    const i32 k = block * kScaleBlock;
+    const bool has_k = k + 16 * copied_chunk(thread) < args.k;
+    const auto& stage = rings.stage[slot];
+    copy_rows<Shape::kTileTokens>(ptx::smem_addr(stage.x) + place, source.x + k, args.x_stride,
+                                  has_k ? source.tokens : 0);
+    DK_UNROLL
+    for (i32 half = 0; half < Shape::kHalves; ++half)
+      copy_rows<kScaleBlock>(ptx::smem_addr(stage.w) + half * kScaleBlock * kScaleBlock + place,
+                             source.w + k + half * i64{step.rows} * args.w_stride, args.w_stride,
+                             has_k ? source.columns - half * step.columns : 0);
     ptx::cp_async_commit_group();
+    scale = load_scale(block, thread);
   }
 
-  DK_DEVICE float load_scale() const {
+  DK_DEVICE float load_scale(i32 block, i32 thread) const {
     if (source.scale < 0) return 0.0f;
-    if (ptx::thread_index() < Shape::kTileTokens)
-      return ptx::load_global(args.x_scale + source.scale + load_block * args.x_scale_block_stride);
-    const i64 at = source.scale + load_block * args.w_scale_block_stride;
+    if (thread < Shape::kTileTokens)
+      return ptx::load_global(args.x_scale + source.scale + block * args.x_scale_block_stride);
+    const i64 at = source.scale + block * args.w_scale_block_stride;
     if (args.w_scale_dtype == DType::float32)
       return ptx::load_global(static_cast<const float*>(args.w_scale) + at);
     return ptx::float_of_bf16(ptx::load_global(static_cast<const u16*>(args.w_scale) + at));
   }
   // The scale that came with the stage that is drained next; a barrier must follow.
   DK_DEVICE void post_scale() const {
-    if (ptx::thread_index() < Rings<Shape, kStages>::kNumScales)
-      ptx::store_shared_f32(ptx::smem_addr(&rings.scale[drains.slot][ptx::thread_index()]), scale);
+    const i32 thread = ptx::fresh_thread_index();
+    if (thread < Rings<Shape, kStages>::kNumScales)
+      ptx::store_shared_f32(ptx::smem_addr(&rings.scale[drains.slot][thread]), scale);
   }
 
   // --- products
@@ -324,14 +314,15 @@ struct Multiplier {
     }
   }
 
-  // All threads: the sums of the next unit, in the order of unit_behind(), over all of k.
-  DK_DEVICE void run(Sums<Shape>& sums) {
+  // All threads: the sums of one unit over all of k. Units come in the order of unit_behind().
+  DK_DEVICE void run(Sums<Shape>& sums, i32 unit) {
     sums.clear();
+    if constexpr (kAhead == 0) find_source(unit);
     DK_NO_UNROLL
     for (i32 block = 0; block < num_k_blocks(); ++block) {
       if constexpr (kAhead == 0) {
         ptx::sync_threads();  // all are done with the only stage
-        load(0);
+        load(block, 0);
         post_scale();
         ptx::cp_async_wait_group<0>();
         ptx::sync_threads();
@@ -339,14 +330,22 @@ struct Multiplier {
         post_scale();
         ptx::cp_async_wait_group<kAhead - 1>();
         ptx::sync_threads();  // the stage is there for all, and all are done with the one before it
-        auto fills = drains;
-        fills.advance(kAhead);
-        load(fills.slot);
+        load_ahead(unit, block);
       }
       add_stage(sums);
       drains.next();
     }
   }
+  // The block of k behind this one, perhaps of another unit.
+  DK_DEVICE void load_ahead(i32 unit, i32 block) {
+    const bool unit_ends = block + 1 == num_k_blocks();
+    if (unit_ends) find_source(unit_behind(unit));
+    auto fills = drains;
+    fills.next();
+    load(unit_ends ? 0 : block + 1, fills.slot);
+  }
+  // Behind the last unit.
+  static DK_DEVICE void close() { ptx::cp_async_wait_group<0>(); }
 };
 
 }  // namespace deep_kernels::block_scaled_sm89

@@ -18,8 +18,12 @@ using namespace block_scaled_sm89;
 
 template <SiluFoldSpec S>
 inline constexpr bool kTwoPass = S.algorithm == FoldAlgorithm::two_pass;
+// Octets that are summed at a time: what the largest tile has registers for.
 template <SiluFoldSpec S>
-using FoldShape = Shape<S.tile_tokens(), kTwoPass<S> ? 1 : 2>;
+inline constexpr i32 kPassOctets =
+    S.token_groups == 4 && !kTwoPass<S> && S.rounding == Rounding::float32 ? 4 : 8;
+template <SiluFoldSpec S>
+using FoldShape = Shape<S.tile_tokens(), kTwoPass<S> ? 1 : 2, kPassOctets<S>>;
 
 // Act(gate) between the passes of two_pass, a word or two for two columns. A thread reads what it
 // has written itself.
@@ -212,12 +216,15 @@ DK_DEVICE void silu_fold_sm89(const SiluFoldArgs& args) {
   for (i32 tile = ptx::block_index(); tile < work.num_tiles(); tile += ptx::num_blocks()) {
     Sums<FoldShape<S>> sums;
     if constexpr (kTwoPass<S>) {
-      gemm.run(sums);
+      gemm.run(sums, 2 * tile);
       Finish<S>{args, smem, {}}.keep_gate(sums);
+      gemm.run(sums, 2 * tile + 1);
+    } else {
+      gemm.run(sums, tile);
     }
-    gemm.run(sums);
     Finish<S>{args, smem, work.place(tile)}.run(sums);
   }
+  gemm.close();
 }
 
 }  // namespace deep_kernels
