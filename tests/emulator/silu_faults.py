@@ -58,7 +58,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "maxima are read before all warps have posted theirs", "uninitialized race",
-        (Edit(FOLD, "    ptx::sync_threads();\n", ""),), ("block_maximum",),
+        (Edit(FOLD, "    ptx::sync_threads();\n", ""),), ("silu_fold_sm89.cuh",),
     ),
     _fault(
         "scales that are posted behind the barrier", "uninitialized race",
@@ -73,24 +73,23 @@ SILU_FAULTS = [
     # --- places beyond the ends
     _fault(
         "a chunk behind the end of k", "bounds",
-        (Edit(LOOP, "k + 16 * copied_chunk(thread) < args.k", "k + 16 * copied_chunk(thread) <= args.k"),), ("x",),
+        (Edit(LOOP, "k + 16 * copied_chunk(thread) < args.k", "k + 16 * copied_chunk(thread) <= args.k"),),
     ),
     _fault(
         "tokens behind the last one", "bounds",
-        (Edit(LOOP, "source.tokens = args.num_tokens - token;", "source.tokens = kWarpTokens;"),), ("x",),
+        (Edit(LOOP, "source.tokens = args.num_tokens - token;", "source.tokens = kWarpTokens;"),),
     ),
     _fault(
         "rows behind the last one", "bounds",
-        (Edit(LOOP, "source.columns = rows.num_columns - row;", "source.columns = kScaleBlock;"),), ("w_gate_up",),
+        (Edit(LOOP, "source.columns = rows.num_columns - row;", "source.columns = kScaleBlock;"),),
     ),
     _fault(
         "scales behind the last token", "bounds",
         (Edit(LOOP, "if (half < 0) return token < args.num_tokens ? ", "if (half < 0) return token >= 0 ? "),),
-        ("x_scale",),
     ),
     _fault(
         "scales behind the last row", "bounds",
-        (Edit(LOOP, " || half * step.columns >= rows.num_columns) return", ") return"),), ("w_scale",), op="gemm",
+        (Edit(LOOP, " || half * step.columns >= rows.num_columns) return", ") return"),), op="gemm",
         num_columns=384,
     ),
     _fault(
