@@ -22,7 +22,9 @@ SETTINGS = {
     "DEEP_KERNELS_NVRTC": "the NVRTC library to load",
     "DEEP_KERNELS_LINEINFO": "1: source lines for profilers",
     "DEEP_KERNELS_MQA_CLEAN": "concurrent or deferred: overrules the measured placement of the -inf fill",
+    "DEEP_KERNELS_SILU_FOLD_PREFILL": "1: nn.SwiGLUMLP uses the fold, where the module is not told",
 }
+FLAGS = ("DEEP_KERNELS_NO_COMPILE", "DEEP_KERNELS_LINEINFO", "DEEP_KERNELS_SILU_FOLD_PREFILL")
 
 
 def environment() -> Iterator[str]:
@@ -130,7 +132,7 @@ def _problem(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         return ""
-    if name in ("DEEP_KERNELS_NO_COMPILE", "DEEP_KERNELS_LINEINFO") and value not in ("0", "1"):
+    if name in FLAGS and value not in ("0", "1"):
         return "wrong: it must be 0 or 1"
     if name == "DEEP_KERNELS_MQA_CLEAN" and value not in ("concurrent", "deferred"):
         return "wrong: it must be concurrent or deferred"
