@@ -56,12 +56,15 @@ class Weights:
         return self.gate, self.up, self.down
 
 
-def make_weights(hidden_size: int, intermediate_size: int, device: str = "cpu", seed: int = 0) -> Weights:
+def make_weights(
+    hidden_size: int, intermediate_size: int, device: str = "cpu", seed: int = 0, spread: int = 3
+) -> Weights:
+    """Blocks are between 2^-spread and 2^spread as large as what keeps the size of x."""
     generator = torch.Generator().manual_seed(seed)
 
     def blocked(rows: int, columns: int) -> Tensor:
         weight = torch.randn(rows, columns, generator=generator) / columns**0.5
-        powers = torch.randint(-3, 3, (-(-rows // 128), -(-columns // 128)), generator=generator)
+        powers = torch.randint(-spread, spread + 1, (-(-rows // 128), -(-columns // 128)), generator=generator)
         factors = torch.exp2(powers.float()).repeat_interleave(128, 0).repeat_interleave(128, 1)
         return (weight * factors[:rows, :columns]).to(device, torch.bfloat16)
 
@@ -142,7 +145,7 @@ def test_the_fold_differs_within_tolerance(on: str, sizes: tuple[int, int]) -> N
     weights = make_weights(*sizes, on)
     x = make_x(150, sizes[0], device=on)
     off, folded = (SwiGLUMLP.from_weights(*weights.tensors(), use_silu_fold_prefill=fold)(x) for fold in (False, True))
-    assert deviation(folded, off) < 0.015
+    assert deviation(folded, off) < 0.03
     if on == "cpu":  # elsewhere a table decides what the fold is
         codes = formats.quantize_fp8_block128(x)
         module = SwiGLUMLP.from_weights(*weights.tensors())
@@ -299,9 +302,9 @@ def test_copies_and_state_dicts(tmp_path: Path) -> None:
 
 
 def test_state_dicts_of_others_are_refused() -> None:
-    module, buffers = module_and_buffers()
     with pytest.raises(RuntimeError, match=r"size mismatch for gate_up_weight"):
-        module.load_state_dict(SwiGLUMLP(272, 224).state_dict())
+        SwiGLUMLP(272, 208).load_state_dict(SwiGLUMLP(272, 224).state_dict())
+    module, buffers = module_and_buffers()
     model = torch.nn.ModuleDict({"mlp": module})
     floats = {name: buffer.float() for name, buffer in model.state_dict().items()}
     for assign in (False, True):
@@ -408,7 +411,7 @@ def test_wrong_x() -> None:
     for x, got in (
         (make_x(3, 112), "bfloat16 [3, 112]"),
         (make_x(3, 128).float(), "float32 [3, 128]"),
-        (make_x(), "bfloat16 []"),
+        (make_x(128)[0], "bfloat16 []"),
     ):
         with refused(ValueError, f"SwiGLUMLP: x must be bfloat16 [.., hidden_size=128], got {got}"):
             module(x)
@@ -608,9 +611,10 @@ class Layer(torch.nn.Module):
         self.attention_norm = torch.nn.Parameter(torch.rand(hidden_size) + 0.5)
         self.mlp_norm = torch.nn.Parameter(torch.rand(hidden_size) + 0.5)
         self.attention = Attention(hidden_size, num_heads=4, num_kv_heads=2, head_dim=64)
-        weights = make_weights(hidden_size, intermediate_size, seed=int(torch.randint(1 << 30, ())))
+        weights = make_weights(hidden_size, intermediate_size, seed=int(torch.randint(1 << 30, ())), spread=0)
         self.gate = gate_factor * weights.gate
-        self.mlp = SwiGLUMLP.from_weights(self.gate, weights.up, weights.down, use_silu_fold_prefill=fold)
+        down = weights.down / (2 * gate_factor)
+        self.mlp = SwiGLUMLP.from_weights(self.gate, weights.up, down, use_silu_fold_prefill=fold)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(rms_norm(x, self.attention_norm))
@@ -638,7 +642,7 @@ class Decoder(torch.nn.Module):
 
 @pytest.fixture
 def prompts() -> Tensor:
-    return torch.randint(256, (4, 40), generator=torch.Generator().manual_seed(5))
+    return torch.randint(256, (4, 40), generator=torch.Generator().manual_seed(6))
 
 
 @pytest.fixture
@@ -673,11 +677,11 @@ def test_the_gates_of_the_decoder_saturate(on: str, decoders: tuple[Decoder, Dec
 
 
 def test_the_decoder_shows_a_wrong_scale(on: str, decoders: tuple[Decoder, Decoder], prompts: Tensor) -> None:
-    """One block of one weight: the cosine is a test of every scale."""
+    """The greatest of a layer: the cosine above would not survive it."""
     model, folded = decoders
     wanted = model(prompts.to(on))
     for name in ("gate_up_scale", "down_scale"):
-        scale = getattr(folded.layers[1].mlp, name)
-        scale[-1, -1] *= 2
-        assert worst_cosine(folded(prompts.to(on)), wanted) < 0.998, name
-        scale[-1, -1] /= 2
+        scale = getattr(folded.layers[1].mlp, name).view(-1)
+        scale[scale.argmax()] *= 2
+        assert worst_cosine(folded(prompts.to(on)), wanted) < 0.999, name
+        scale[scale.argmax()] /= 2
