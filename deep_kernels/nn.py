@@ -17,6 +17,7 @@ __all__ = ["SwiGLUMLP"]
 _VARIABLE = "DEEP_KERNELS_SILU_FOLD_PREFILL"
 _ALIGN = 16  # what hidden_size and intermediate_size are multiples of
 _NAME = "SwiGLUMLP"
+_BUFFERS = ("gate_up_weight", "gate_up_scale", "down_weight", "down_scale")
 
 
 class _Quantized(NamedTuple):
@@ -217,7 +218,7 @@ class SwiGLUMLP(torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SwiGLUMLP:
         """What is behind `to`, `cuda`, `half` and the like. torch takes float8 buffers for numbers to be converted."""
-        own = [self.gate_up_weight, self.gate_up_scale, self.down_weight, self.down_scale]
+        own = [getattr(self, name) for name in _BUFFERS]
 
         def moved(tensor: Tensor) -> Tensor:
             applied = fn(tensor)
@@ -234,9 +235,9 @@ class SwiGLUMLP(torch.nn.Module):
     ) -> None:  # fmt: skip
         """torch refuses other shapes; here are other dtypes, which it would convert without their scales."""
         refusals = []
-        for name, buffer in self._buffers.items():
-            loaded = state_dict.get(prefix + name)
-            if buffer is not None and isinstance(loaded, Tensor) and loaded.dtype != buffer.dtype:
+        for name in _BUFFERS:
+            buffer, loaded = getattr(self, name), state_dict.get(prefix + name)
+            if isinstance(loaded, Tensor) and loaded.dtype != buffer.dtype:
                 wanted, got = formats._describe(buffer), formats._describe(loaded)
                 refusals.append(f"{_NAME}: {prefix}{name} must be {wanted}, got {got}")
         error_msgs += refusals

@@ -156,13 +156,14 @@ def test_env_without_nvrtc_and_with_bad_settings(run: Run, monkeypatch: pytest.M
         ("ARCH", "sm_1"),
         ("MQA_CLEAN", "x"),
         ("SILU_FOLD_PREFILL", "y"),
+        ("SILU_TILE", "96"),
     ):
         monkeypatch.setenv(f"DEEP_KERNELS_{name}", value)
     monkeypatch.setenv("DEEP_KERNELS_CACHEDIR", "/typo")
     code, text, errors = run("env")
     assert (code, errors) == (0, "")
     assert re.search(r"NVRTC +none +NVRTC was not found: of the test", text)
-    assert len(re.findall(r"DEEP_KERNELS_\w+ .*\(wrong: ", text)) == 5
+    assert len(re.findall(r"DEEP_KERNELS_\w+ .*\(wrong: ", text)) == 6
     assert re.search(r"DEEP_KERNELS_CACHEDIR +/typo +unknown", text)
 
 
