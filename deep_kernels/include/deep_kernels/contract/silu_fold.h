@@ -172,8 +172,10 @@ struct SiluFoldSpec {
     return fold_smem_bytes(backend, token_groups, stages, algorithm);
   }
   static constexpr i32 spill_limit_bytes() { return 0; }
-  // A first tile's loop, and of others a first block and a loop.
-  constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups, 3); }
+  // With two warpgroups a first tile's loop, and of others a first block and a loop.
+  constexpr i32 num_wgmma() const {
+    return fold_num_wgmma(backend, token_groups, token_groups == 2 ? 3 : 1);
+  }
   constexpr i32 grid(const SiluFoldArgs& args, i32 num_sms) const {
     const i32 blocks = ceil_div(args.num_columns, kScaleBlock);
     return static_cast<i32>(
