@@ -102,9 +102,7 @@ DK_DEVICE void silu_fold_sm90(const SiluFoldArgs& args, const Maps& maps) {
   using namespace fold_sm90;
   const i32 blocks = ceil_div(args.num_columns, kScaleBlock);
   const bool permuted = weight_rows_permuted(args.num_columns);
-  // A warpgroup that is alone rarely has a second tile, and no registers to begin it with.
-  constexpr bool kOverlaps = S.token_groups == 2;
-  run<S, kOverlaps>(
+  run<S, S.overlaps()>(
       args.gemm, maps, blocks, permuted, [](i32 block) { return TileRows{block, block}; },
       [&](i32 block) { return TileRows{block, blocks + block}; },
       FoldEpilogue<S>{args, first_token<S>(), permuted});
