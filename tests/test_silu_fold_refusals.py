@@ -165,7 +165,8 @@ OWN = (
     Refusal("w-k", FOLD, change("w_gate_up", lambda x: x[:, :256]),
             "w_gate_up must be float8_e4m3fn [2 * intermediate_size, k=272], got float8_e4m3fn [544, 256]"),
     Refusal("w-rows", FOLD, change("w_gate_up", lambda x: x[:528]),
-            "w_gate_up must have 2 * intermediate_size rows, intermediate_size a positive multiple of 16, got 528 rows"),
+            "w_gate_up must have 2 * intermediate_size rows, intermediate_size a positive multiple of 16, "
+            "got 528 rows"),
     Refusal("w-scale-rows", FOLD, change("w_scale", lambda x: x[:5]),
             "w_scale must be float32 or bfloat16 [2 * ceil(intermediate_size / 128)=6, ceil(k / 128)=3], "
             "got float32 [5, 3]"),
