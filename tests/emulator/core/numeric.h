@@ -22,9 +22,11 @@ inline float max(float a, float b) {
 inline float max_nan(float a, float b) {
   return std::isnan(a) || std::isnan(b) ? std::bit_cast<float>(kNan) : max(a, b);
 }
-inline u16 max_nan_bf16(u16 a, u16 b) {
-  const auto wide = [](u16 bits) { return std::bit_cast<float>(static_cast<u32>(bits) << 16); };
-  return static_cast<u16>(std::bit_cast<u32>(max_nan(wide(a), wide(b))) >> 16);
+// max.NaN.xorsign.abs: of magnitudes, the sign is the product's.
+inline u16 max_nan_abs_bf16(u16 a, u16 b) {
+  const u16 magnitudes[] = {static_cast<u16>(a & 0x7fffu), static_cast<u16>(b & 0x7fffu)};
+  const u16 greatest = max_of(magnitudes[0], magnitudes[1]);  // NaN lies above infinity
+  return greatest > 0x7f80u ? u16{0x7fff} : static_cast<u16>(greatest | ((a ^ b) & 0x8000u));
 }
 // .ftz: subnormal numbers are zeros.
 inline float flushed(float value) {

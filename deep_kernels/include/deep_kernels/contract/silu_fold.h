@@ -133,10 +133,10 @@ constexpr i32 fold_smem_bytes(Backend backend, i32 token_groups, i32 stages,
   const i32 gate = algorithm == FoldAlgorithm::two_pass ? tokens * kScaleBlock * 2 : 0;
   return rings + gate + 4096;  // bf16 gate tile; scales, maxima
 }
-// wgmma instructions that the machine code must hold: ptxas can drop some silently. Those of one k
-// block: a warpgroup that is alone splits its 256 columns into quarters, of two each into halves.
-constexpr i32 fold_num_wgmma(Backend backend, i32 token_groups) {
-  return backend != Backend::sm90 ? 0 : 4 * (token_groups == 1 ? 4 : 2);
+// wgmma instructions that the machine code must hold, where it has `copies` of a k block: ptxas can
+// drop some silently. A warpgroup that is alone splits its 256 columns into quarters, else halves.
+constexpr i32 fold_num_wgmma(Backend backend, i32 token_groups, i32 copies) {
+  return backend != Backend::sm90 ? 0 : copies * 4 * (token_groups == 1 ? 4 : 2);
 }
 // Tiles of all tokens and columns, and how many blocks of the grid take turns.
 constexpr i64 fold_num_tiles(i32 num_tokens, i32 num_blocks, i32 tile_tokens) {
@@ -172,7 +172,8 @@ struct SiluFoldSpec {
     return fold_smem_bytes(backend, token_groups, stages, algorithm);
   }
   static constexpr i32 spill_limit_bytes() { return 0; }
-  constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups); }
+  // A first tile's loop, and of others a first block and a loop.
+  constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups, 3); }
   constexpr i32 grid(const SiluFoldArgs& args, i32 num_sms) const {
     const i32 blocks = ceil_div(args.num_columns, kScaleBlock);
     return static_cast<i32>(
@@ -215,7 +216,7 @@ struct BlockGemmSpec {
     return fold_smem_bytes(backend, token_groups, stages, algorithm(backend));
   }
   static constexpr i32 spill_limit_bytes() { return 0; }
-  constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups); }
+  constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups, 1); }
   constexpr i32 grid(const BlockGemmArgs& args, i32 num_sms) const {
     const i32 blocks = ceil_div(args.num_columns, kFoldTileRows);
     return static_cast<i32>(
@@ -261,7 +262,8 @@ struct SiluMulSpec {
   }
 };
 
-// --- the finite lists ----------------------------------------------------------------------------
+// --- the finite lists
+// ----------------------------------------------------------------------------
 
 constexpr i32 fold_stages(Backend backend, i32 token_groups) {
   if (backend == Backend::sm90) return token_groups == 1 ? 5 : 4;
@@ -301,8 +303,8 @@ constexpr void for_each_silu_mul_spec(Backend backend, Visit&& visit) {
     }
 }
 
-// Rows of w that a tile's half takes. Where whole blocks of 128 rows exist they come permuted: lane
-// t of a quad holds accumulator columns 8j + 2t + e, and is given the 32 neighbouring output
+// Rows of w that a tile's half takes. Where whole blocks of 128 rows exist they come permuted:
+// lane t of a quad holds accumulator columns 8j + 2t + e, and is given the 32 neighbouring output
 // columns 32 t + 2j + e. Without (a last block that is cut off) columns stand in order. The loads
 // are (0 or first row, block) of either.
 constexpr bool weight_rows_permuted(i32 num_columns) { return num_columns % kScaleBlock == 0; }

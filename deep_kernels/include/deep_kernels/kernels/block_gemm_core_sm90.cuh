@@ -71,10 +71,13 @@ struct TileOrder {
   };
   DK_DEVICE i32 count() const { return token_tiles * blocks; }
   DK_DEVICE Tile at(i32 index) const {
-    const i32 first = index / (band * blocks) * band;  // token tile of the band
-    const i32 inside = index % (band * blocks);
-    const i32 width = min_of(band, token_tiles - first);
-    return {first + inside % width, inside / width};
+    const u32 size = static_cast<u32>(band * blocks);
+    const u32 which = static_cast<u32>(index) / size;
+    const i32 first = static_cast<i32>(which) * band;  // token tile of the band
+    const u32 inside = static_cast<u32>(index) - which * size;
+    const u32 width = static_cast<u32>(min_of(band, token_tiles - first));
+    const u32 block = inside / width;
+    return {first + static_cast<i32>(inside - block * width), static_cast<i32>(block)};
   }
 };
 
@@ -219,11 +222,27 @@ struct Math {
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.drained[stages.slot]));
   }
 
-  DK_DEVICE void one_block(const float (&factor)[2][2]) {
-    constexpr i32 kAhead = S.token_groups == 1 ? 2 : 1;
-    float part[kAhead][kPart];
+  static constexpr i32 kAhead = S.token_groups == 1 ? 2 : 1;  // parts in flight
+  using Parts = float[kAhead][kPart];
+
+  DK_DEVICE void wait_for_stage() const {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.filled[stages.slot]), stages.parity);
+  }
+  // The first parts of the coming stage.
+  DK_DEVICE void start_block(Parts& part) const {
+    wait_for_stage();
     DK_UNROLL
     for (i32 i = 0; i < kAhead; ++i) start(part[i], i);
+  }
+  // The rest of it.
+  DK_DEVICE void finish_block(Parts& part, i32 k) {
+    float factor[2][2];
+    DK_UNROLL
+    for (i32 half = 0; half < 2; ++half) {
+      const float weight = weight_scales.at(half, k);
+      DK_UNROLL
+      for (i32 r = 0; r < 2; ++r) factor[half][r] = token_scales.at(r, k) * weight;
+    }
     DK_UNROLL
     for (i32 i = 0; i < kParts; ++i) {
       float(&done)[kPart] = part[i % kAhead];
@@ -235,40 +254,77 @@ struct Math {
       promote(done, i, factor);
       if (i + kAhead < kParts) start(done, i + kAhead);
     }
+    stages.next();
   }
 
-  // All of k of a tile.
-  DK_DEVICE void accumulate(TileOrder::Tile tile, TileRows rows) {
+  // The k blocks [begin, num_k) of a tile; those before have been added.
+  DK_DEVICE void accumulate(TileOrder::Tile tile, TileRows rows, i32 begin) {
     const i32 num_k = ceil_div(args.k, kScaleBlock);
     const i32 token = token_of(tile.token);
+    TokenScales next = token_scales;
+    if (num_k > 4) next.load(args, token, 4);
+    DK_NO_UNROLL
+    for (i32 k = begin; k < num_k; ++k) {
+      if (k > 0 && k % 4 == 0) {
+        token_scales = next;
+        if (k + 4 < num_k) next.load(args, token, k + 4);
+        if (k % 32 == 0) weight_scales.load(args, rows, k);
+      }
+      Parts part;
+      start_block(part);
+      finish_block(part, k);
+    }
+  }
+  DK_DEVICE void clear() {
     DK_UNROLL
     for (i32 i = 0; i < 128; ++i) sum[i] = 0.0f;
-    DK_NO_UNROLL
-    for (i32 first = 0; first < num_k; first += 4) {
-      if (first > 0 && first % 32 == 0) weight_scales.load(args, rows, first);
-      TokenScales next = token_scales;
-      if (first + 4 < num_k) next.load(args, token, first + 4);
-      const i32 end = min_of(first + 4, num_k);
-      DK_NO_UNROLL
-      for (i32 k = first; k < end; ++k, stages.next()) {
-        float factor[2][2];
-        DK_UNROLL
-        for (i32 half = 0; half < 2; ++half) {
-          const float weight = weight_scales.at(half, k);
-          DK_UNROLL
-          for (i32 r = 0; r < 2; ++r) factor[half][r] = token_scales.at(r, k) * weight;
-        }
-        ptx::mbarrier_wait(ptx::smem_addr(&smem.filled[stages.slot]), stages.parity);
-        one_block(factor);
-      }
-      token_scales = next;
-    }
   }
 };
 
+// The tiles of a block one after the other. finish(math, tile) is the epilogue.
+template <auto S, class ScaleRowsOf, class Finish>
+DK_DEVICE void math_role(Math<S>& math, const TileOrder& order, ScaleRowsOf&& rows_of,
+                         Finish&& finish) {
+  DK_NO_UNROLL
+  for (i32 index = ptx::block_index(); index < order.count(); index += ptx::num_blocks()) {
+    const TileOrder::Tile tile = order.at(index);
+    const TileRows rows = rows_of(tile.block);
+    math.load_first_scales(tile, rows);
+    math.clear();
+    math.accumulate(tile, rows, 0);
+    finish(math, tile);
+  }
+}
+// The same where the epilogue is long: the first wgmma of a tile run under that of the tile before.
+// They must not cross the end of the loop, where ptxas would wait for them.
+template <auto S, class ScaleRowsOf, class Finish>
+DK_DEVICE void overlapping_math_role(Math<S>& math, const TileOrder& order, ScaleRowsOf&& rows_of,
+                                     Finish&& finish) {
+  i32 index = ptx::block_index();
+  if (index >= order.count()) return;
+  TileOrder::Tile tile = order.at(index);
+  math.load_first_scales(tile, rows_of(tile.block));
+  math.clear();
+  math.accumulate(tile, rows_of(tile.block), 0);
+  DK_NO_UNROLL
+  for (index += ptx::num_blocks(); index < order.count(); index += ptx::num_blocks()) {
+    const TileOrder::Tile done = tile;
+    tile = order.at(index);
+    const TileRows rows = rows_of(tile.block);
+    math.load_first_scales(tile, rows);
+    typename Math<S>::Parts part;
+    math.start_block(part);
+    finish(math, done);
+    math.clear();
+    math.finish_block(part, 0);
+    math.accumulate(tile, rows, 1);
+  }
+  finish(math, tile);
+}
+
 // The whole kernel. rows_of(block): which rows of w a tile takes, and their scales' rows by
 // scale_rows_of; finish(math, tile): the epilogue.
-template <auto S, class Maps, class RowsOf, class ScaleRowsOf, class Finish>
+template <auto S, bool kOverlaps, class Maps, class RowsOf, class ScaleRowsOf, class Finish>
 DK_DEVICE void run(const BlockScaledArgs& args, const Maps& maps, i32 blocks, bool permuted,
                    RowsOf&& rows_of, ScaleRowsOf&& scale_rows_of, Finish&& finish) {
   static_assert(S.invalid() == nullptr);
@@ -296,23 +352,10 @@ DK_DEVICE void run(const BlockScaledArgs& args, const Maps& maps, i32 blocks, bo
   if constexpr (Registers::kMoves) ptx::set_max_registers_up<Registers::kMath>();
   ptx::role("math");
   Math<S> math(args, smem, warp / 4);
-  i32 index = ptx::block_index();
-  if (index >= order.count()) return;
-  TileOrder::Tile tile = order.at(index);
-  math.load_first_scales(tile, scale_rows_of(tile.block));
-  DK_NO_UNROLL
-  while (true) {
-    math.accumulate(tile, scale_rows_of(tile.block));
-    const TileOrder::Tile done = tile;
-    index += ptx::num_blocks();
-    const bool is_last = index >= order.count();
-    if (!is_last) {
-      tile = order.at(index);
-      math.load_first_scales(tile, scale_rows_of(tile.block));
-    }
-    finish(math, done);
-    if (is_last) return;
-  }
+  if constexpr (kOverlaps)
+    overlapping_math_role(math, order, scale_rows_of, finish);
+  else
+    math_role(math, order, scale_rows_of, finish);
 }
 
 }  // namespace deep_kernels::fold_sm90

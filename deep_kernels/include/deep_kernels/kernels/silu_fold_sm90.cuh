@@ -35,34 +35,47 @@ DK_DEVICE void store_codes(const SiluFoldArgs& args, const LaneCodes& codes, i32
   }
 }
 
-// Activation, scale and codes of row r of the lane.
+// Activation, scales and codes of the lane's two rows, `token` and 8 further, side by side: each
+// waits for its maximum.
 template <SiluFoldSpec S>
-DK_DEVICE void finish_row(const SiluFoldArgs& args, const float (&sum)[128], i32 r, i32 token,
-                          i32 block, bool permuted) {
-  fold::Products<S.rounding> products[16];
-  fold::Maximum<S.rounding> maximum;
+DK_DEVICE void finish_rows(const SiluFoldArgs& args, const float (&sum)[128], i32 token, i32 block,
+                           bool permuted) {
+  using Scale = fold::BlockScale<S.scale_format>;
+  fold::Products<S.rounding> products[2][16];
+  float amax[2];
   DK_UNROLL
-  for (i32 j = 0; j < 16; ++j) {
-    const float gate[2] = {sum[4 * j + 2 * r], sum[4 * j + 2 * r + 1]};
-    const float up[2] = {sum[64 + 4 * j + 2 * r], sum[64 + 4 * j + 2 * r + 1]};
-    products[j] = fold::gated<S.activation, S.rounding>(gate, up, args.activation);
-    maximum.add(products[j]);
+  for (i32 r = 0; r < 2; ++r) {
+    fold::Maximum<S.rounding> maximum;
+    DK_UNROLL
+    for (i32 j = 0; j < 16; ++j) {
+      const float gate[2] = {sum[4 * j + 2 * r], sum[4 * j + 2 * r + 1]};
+      const float up[2] = {sum[64 + 4 * j + 2 * r], sum[64 + 4 * j + 2 * r + 1]};
+      products[r][j] = fold::gated<S.activation, S.rounding>(gate, up, args.activation);
+      maximum.add(products[r][j]);
+    }
+    amax[r] = maximum.value();
   }
-  float amax = maximum.value();
-  amax = ptx::max_nan(amax, ptx::shuffle_xor(amax, 1));
-  amax = ptx::max_nan(amax, ptx::shuffle_xor(amax, 2));
-  const auto scale = fold::BlockScale<S.scale_format>::of(amax);
-  const float inverse = scale.inverse();
-  LaneCodes codes;
   DK_UNROLL
-  for (i32 i = 0; i < 8; ++i)
-    codes.word[i] = fold::codes_of(products[2 * i], inverse) |
-                    fold::codes_of(products[2 * i + 1], inverse) << 16;
-  if (token >= args.gemm.num_tokens) return;
-  store_codes(args, codes, token, block * kScaleBlock, permuted);
-  if (ptx::lane_index() % 4 == 0)
-    scale.store(args.y_scale,
-                token * args.y_scale_token_stride + block * args.y_scale_block_stride);
+  for (i32 lanes = 1; lanes < 4; lanes *= 2) {
+    DK_UNROLL
+    for (i32 r = 0; r < 2; ++r) amax[r] = ptx::max_nan(amax[r], ptx::shuffle_xor(amax[r], lanes));
+  }
+  DK_UNROLL
+  for (i32 r = 0; r < 2; ++r) {
+    const Scale scale = Scale::of(amax[r]);
+    const float inverse = scale.inverse();
+    LaneCodes codes;
+    DK_UNROLL
+    for (i32 i = 0; i < 8; ++i)
+      codes.word[i] = fold::codes_of(products[r][2 * i], inverse) |
+                      fold::codes_of(products[r][2 * i + 1], inverse) << 16;
+    const i32 row = token + 8 * r;
+    if (row >= args.gemm.num_tokens) continue;
+    store_codes(args, codes, row, block * kScaleBlock, permuted);
+    if (ptx::lane_index() % 4 == 0)
+      scale.store(args.y_scale,
+                  row * args.y_scale_token_stride + block * args.y_scale_block_stride);
+  }
 }
 
 }  // namespace deep_kernels::fold_sm90
@@ -74,13 +87,11 @@ DK_DEVICE void silu_fold_sm90(const SiluFoldArgs& args, const Maps& maps) {
   using namespace fold_sm90;
   const i32 blocks = ceil_div(args.num_columns, kScaleBlock);
   const bool permuted = weight_rows_permuted(args.num_columns);
-  run<S>(
+  run<S, true>(
       args.gemm, maps, blocks, permuted, [](i32 block) { return TileRows{block, block}; },
       [&](i32 block) { return TileRows{block, blocks + block}; },
       [&](const Math<S>& math, TileOrder::Tile tile) {
-        DK_UNROLL
-        for (i32 r = 0; r < 2; ++r)
-          finish_row<S>(args, math.sum, r, math.token_of(tile.token) + 8 * r, tile.block, permuted);
+        finish_rows<S>(args, math.sum, math.token_of(tile.token), tile.block, permuted);
       });
 }
 

@@ -7,6 +7,8 @@
 
 namespace deep_kernels::fold {
 
+inline constexpr float kLargest = 0x1.fffffep+127f;  // of finite float32 numbers
+
 // 1 / (1 + exp(-x)) to about 3 ulp; 0 from x = -87 on.
 DK_DEVICE float sigmoid(float x) {
   constexpr float kLog2E = 0x1.715476p+0f;
@@ -85,9 +87,11 @@ struct Maximum<Rounding::bfloat16> {
   u32 bits = 0;
 
   DK_DEVICE void add(Products<Rounding::bfloat16> pair) {
-    bits = ptx::max_nan_bf16x2(bits, pair.bits & 0x7fff7fffu);
+    bits = ptx::max_nan_abs_bf16x2(bits, pair.bits);
   }
-  DK_DEVICE float value() const { return ptx::max_nan(low_bf16(bits), high_bf16(bits)); }
+  DK_DEVICE float value() const {
+    return ptx::max_nan(ptx::abs(low_bf16(bits)), ptx::abs(high_bf16(bits)));
+  }
 };
 template <>
 struct Maximum<Rounding::float32> {
@@ -99,6 +103,20 @@ struct Maximum<Rounding::float32> {
   DK_DEVICE float value() const { return greatest; }
 };
 
+// a / 448 and 1 / a, correctly rounded and without a branch: an approximation, then one step with
+// its exact remainder. Infinity has none and is left alone.
+DK_DEVICE float over_448(float a) {
+  constexpr float kInverse = 1.0f / kMaxE4m3;
+  const float near = a * kInverse;
+  const float exact = ptx::fma(ptx::fma(-near, kMaxE4m3, a), kInverse, near);
+  return near > kLargest ? near : exact;
+}
+DK_DEVICE float reciprocal(float a) {
+  const float near = ptx::rcp_approx_ftz(a);
+  const float exact = ptx::fma(ptx::fma(-a, near, 1.0f), near, near);
+  return a > kLargest ? near : exact;
+}
+
 // The scale of a block whose greatest magnitude is `amax`.
 template <ScaleFormat kFormat>
 struct BlockScale;
@@ -108,9 +126,9 @@ struct BlockScale<ScaleFormat::float32> {
   float scale;
 
   static DK_DEVICE BlockScale of(float amax) {
-    return {ptx::max_nan(ptx::divide(amax, kMaxE4m3), kMinBlockScale)};
+    return {ptx::max_nan(over_448(amax), kMinBlockScale)};
   }
-  DK_DEVICE float inverse() const { return ptx::divide(1.0f, scale); }
+  DK_DEVICE float inverse() const { return reciprocal(scale); }
   DK_DEVICE void store(void* scales, i64 index) const {
     ptx::store_global(static_cast<float*>(scales) + index, scale);
   }

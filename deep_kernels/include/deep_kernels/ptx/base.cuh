@@ -125,10 +125,10 @@ DK_DEVICE float max_nan(float a, float b) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
   return value;
 }
-// The same for two bfloat16 at once.
-DK_DEVICE u32 max_nan_bf16x2(u32 a, u32 b) {
+// The greater magnitude of two bfloat16 each, under the product of their signs; a NaN wins.
+DK_DEVICE u32 max_nan_abs_bf16x2(u32 a, u32 b) {
   u32 value;
-  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(value) : "r"(a), "r"(b));
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(value) : "r"(a), "r"(b));
   return value;
 }
 // 2^a to about 2 ulp; what lies below 2^-126 is 0. NaN stays.
@@ -143,8 +143,6 @@ DK_DEVICE float rcp_approx_ftz(float a) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(a));
   return value;
 }
-// Correctly rounded.
-DK_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 // Often no instruction of its own: a sign that the one that reads it leaves out.
 DK_DEVICE float abs(float a) { return fabsf(a); }
 // a * b clamped to [0, 1]; NaN gives 0.

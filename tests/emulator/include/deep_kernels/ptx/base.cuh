@@ -149,10 +149,10 @@ inline float max_nan(float a, float b, At at = At::current()) {
   emulator::identity.time += emulator::kAluCycles;
   return emulator::numeric::max_nan(a, b);
 }
-inline u32 max_nan_bf16x2(u32 a, u32 b) {
-  return emulator::numeric::max_nan_bf16(static_cast<u16>(a), static_cast<u16>(b)) |
-         static_cast<u32>(
-             emulator::numeric::max_nan_bf16(static_cast<u16>(a >> 16), static_cast<u16>(b >> 16)))
+inline u32 max_nan_abs_bf16x2(u32 a, u32 b) {
+  return emulator::numeric::max_nan_abs_bf16(static_cast<u16>(a), static_cast<u16>(b)) |
+         static_cast<u32>(emulator::numeric::max_nan_abs_bf16(static_cast<u16>(a >> 16),
+                                                              static_cast<u16>(b >> 16)))
              << 16;
 }
 inline float ex2_approx_ftz(float a, At at = At::current()) {
@@ -163,11 +163,6 @@ inline float ex2_approx_ftz(float a, At at = At::current()) {
 inline float rcp_approx_ftz(float a, At at = At::current()) {
   emulator::check_poison(a, at);
   return emulator::numeric::flushed(1.0f / emulator::numeric::flushed(a));
-}
-inline float divide(float a, float b, At at = At::current()) {
-  emulator::check_poison(a, at);
-  emulator::check_poison(b, at);
-  return a / b;
 }
 inline float abs(float a, At at = At::current()) {
   emulator::check_poison(a, at);
