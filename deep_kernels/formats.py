@@ -538,7 +538,9 @@ def _split_scale_blocks(x: Tensor, dim: int) -> Tensor:
     """Dimension `dim` of size K -> two of ceil(K / 128) and 128, filled up with zeros; dim counts from the end."""
     num_blocks = (x.size(dim) + SCALE_BLOCK - 1) // SCALE_BLOCK
     padding = [0, 0] * (-dim - 1) + [0, num_blocks * SCALE_BLOCK - x.size(dim)]
-    return torch.nn.functional.pad(x, padding).unflatten(dim, (num_blocks, SCALE_BLOCK))
+    at = x.dim() + dim
+    padded = torch.nn.functional.pad(x, padding)
+    return padded.reshape(*x.shape[:at], num_blocks, SCALE_BLOCK, *x.shape[at + 1 :])
 
 
 def _split_tiles(x: Tensor) -> Tensor:

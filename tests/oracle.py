@@ -7,6 +7,7 @@ from the package, because code shared with what is tested would hide a shared mi
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -216,6 +217,215 @@ def paged_mqa_logits(
         )
     logits, inside = zip(*rows, strict=True)
     return torch.cat(logits), torch.cat(inside)
+
+
+# ------------------------------------------------------------------------------------------ block-scaled fp8
+
+# What one rounding may add, relative to the value; of float32 a unit in the last place, for steps that are not exact.
+FLOAT32_ERROR, BFLOAT16_ERROR = 2.0**-23, 2.0**-8 * (1 + 2.0**-8)
+_TINY = 1e-37  # smaller numbers lose bits, or a card makes them 0
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """Exact values and how far from them a result may be."""
+
+    value: Tensor
+    error: Tensor
+
+    def columns(self, part: slice) -> Bounded:
+        return Bounded(self.value[:, part], self.error[:, part])
+
+
+def _per_element(scale: Tensor, dim: int, size: int) -> Tensor:
+    """A scale per 128 along `dim` -> one per element, float64."""
+    return scale.detach().cpu().double().repeat_interleave(128, dim).narrow(dim, 0, size)
+
+
+def block_gemm(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *, error: float) -> Bounded:
+    """acc[m, n] = sum_b x_scale[m, b] * w_scale[n // 128, b] * sum_k x[m, k] * w[n, k] over block b of 128 k's.
+
+    error: of the sums, as a share of sum_k |x[m, k] w[n, k]| with the scales in it.
+    """
+    left, right = decode_values(x, "fp8"), decode_values(w, "fp8")
+    rows = _per_element(w_scale, 0, w.shape[0])
+    columns = x_scale.detach().cpu().double()
+    acc = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float64)
+    magnitude = torch.zeros_like(acc)
+    for b in range(columns.shape[1]):
+        part = slice(128 * b, 128 * b + 128)
+        scale = columns[:, b, None] * rows[:, b]
+        acc += left[:, part] @ right[:, part].T * scale
+        magnitude += left[:, part].abs() @ right[:, part].abs().T * scale.abs()
+    return Bounded(acc, error * magnitude)
+
+
+def gate_and_up(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *, error: float) -> tuple[Bounded, Bounded]:
+    """block_gemm of the two halves of w's rows, each with a half of the rows of w_scale."""
+    halves = zip(w.view(torch.uint8).chunk(2), w_scale.chunk(2), strict=True)
+    gate, up = (block_gemm(x, x_scale, half, scale, error=error) for half, scale in halves)
+    return gate, up
+
+
+def residual_sum(acc: Bounded, residual: Tensor | None, dtype: torch.dtype) -> Bounded:
+    """What fp8_block_gemm_nt gives: acc rounded to dtype, the residual added, rounded again."""
+    unit = FLOAT32_ERROR if dtype == torch.float32 else BFLOAT16_ERROR
+    added = torch.zeros_like(acc.value) if residual is None else residual.detach().cpu().double()
+    value = acc.value + added
+    return Bounded(value, acc.error + unit * (acc.value.abs() + (0 if residual is None else value.abs())))
+
+
+def gated_product(
+    gate: Bounded,
+    up: Bounded,
+    *,
+    activation: str = "silu",
+    clamp: float | None = None,
+    alpha: float | None = None,
+    up_offset: float = 0.0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Bounded:
+    """v = act(min(gate, L)) * (clamp(up, -L, L) + up_offset), computed and rounded in dtype: twice in bfloat16."""
+    limit = math.inf if clamp is None else clamp
+    g = gate.value.clamp(max=limit)
+    u = up.value.clamp(-limit, limit) + up_offset
+    if activation == "silu":
+        z = g * (1.0 if alpha is None else alpha)
+    else:
+        assert activation == "gelu_tanh" and alpha is None
+        # (1 + tanh(t)) / 2 = sigmoid(2 t), of which float64 keeps all digits where t is far below 0 too.
+        z = 2 * math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)
+    s = g * torch.sigmoid(z)
+    v = s * u
+    # No activation is steeper than 1.2. A dozen float32 steps; in exp(z) the error of z becomes one of the value; and
+    # from -87 on exp(z) may be 0.
+    unit = (12 - 4 * z.clamp(-87, 0)) * FLOAT32_ERROR + (2 * BFLOAT16_ERROR if dtype == torch.bfloat16 else 0.0)
+    slack = 1.2 * gate.error * (u.abs() + up.error) + s.abs() * (up.error + 4 * FLOAT32_ERROR * abs(up_offset))
+    slack = slack + 1e-35 * u.abs()
+    # What is too large for dtype is infinite, and what is too small is 0, times which an infinity is NaN.
+    narrow = (s.float().double() * u).to(dtype).double()
+    return Bounded(torch.where(torch.isfinite(narrow), v, narrow), slack + unit * v.abs() + _TINY)
+
+
+def _in_blocks(v: Tensor) -> Tensor:
+    """[M, I] -> [M, ceil(I / 128), 128], zeros behind the last."""
+    num_blocks = -(-v.shape[1] // 128)
+    padded = torch.zeros(v.shape[0], num_blocks * 128, dtype=v.dtype)
+    padded[:, : v.shape[1]] = v
+    return padded.view(v.shape[0], num_blocks, 128)
+
+
+def block_scales(amax: Tensor, scale_fmt: str) -> Tensor:
+    """max(amax / 448, 1e-12), for ue8m0 the power of two that is not below it; what is not finite stays."""
+    scale = (amax / 448).clamp(min=1e-12)
+    if scale_fmt == "fp32":
+        return scale
+    mantissa, exponent = torch.frexp(torch.where(torch.isfinite(scale), scale, 1.0))
+    power = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+    return torch.where(torch.isfinite(scale), power, scale)
+
+
+def nearest_code(x: Tensor) -> Tensor:
+    """e4m3 of x clamped to +-448, nearest even, as a place in the order of all values: -126 to 126."""
+    table = E4M3[:0x7F]
+    magnitude = x.abs().clamp(max=448.0)
+    above = torch.searchsorted(table, magnitude.contiguous()).clamp(1, 126)
+    middle = (table[above] + table[above - 1]) / 2
+    upper = (magnitude > middle) | ((magnitude == middle) & (above % 2 == 0))
+    return torch.where(x < 0, -1, 1) * torch.where(upper, above, above - 1)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """y and y_scale of a call, decoded: order of the codes, and scales [M, blocks] with NaN or inf where not finite."""
+
+    order: Tensor  # 127 where NaN
+    scale: Tensor
+
+    @staticmethod
+    def of(y: Tensor, y_scale: Tensor) -> Quantized:
+        codes = _as_bytes(y)
+        magnitude = codes % 128
+        is_nan = magnitude == 127
+        assert (codes[is_nan] == 127).all(), "a NaN has the code 0x7f"
+        order = torch.where(is_nan, 127, torch.where(codes >= 128, -magnitude, magnitude))
+        if y_scale.dtype == torch.float8_e8m0fnu:
+            return Quantized(order, UE8M0[_as_bytes(y_scale)])
+        return Quantized(order, y_scale.detach().cpu().double())
+
+    def dequantized(self) -> Tensor:
+        values = torch.where(self.order == 127, math.nan, E4M3[self.order.abs()] * self.order.sign())
+        return values * _per_element(self.scale, 1, self.order.shape[1])
+
+
+def assert_quantized(y: Tensor, y_scale: Tensor, v: Bounded, scale_fmt: str = "fp32") -> None:
+    """Requires that y and y_scale are v quantized: scales, codes and their products each by themselves."""
+    assert y.dtype == torch.float8_e4m3fn and y.shape == v.value.shape
+    assert y_scale.dtype == (torch.float32 if scale_fmt == "fp32" else torch.float8_e8m0fnu)
+    assert y_scale.shape == (y.shape[0], -(-y.shape[1] // 128))
+    found = Quantized.of(y, y_scale)
+    _assert_scales(found, v, scale_fmt)
+    finite = _per_element(torch.isfinite(found.scale), 1, y.shape[1]).bool()
+    scale = torch.where(finite, _per_element(found.scale, 1, y.shape[1]), 1.0)
+    _assert_codes(found, v, scale, finite)
+    _assert_products(found, v, scale, finite)
+
+
+def _first(wrong: Tensor, **columns: Tensor) -> str:
+    index = tuple(wrong.nonzero()[0].tolist())
+    words = ", ".join(f"{name} {float(values[index])}" for name, values in columns.items())
+    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {list(index)}: {words}"
+
+
+def _assert_scales(found: Quantized, v: Bounded, scale_fmt: str) -> None:
+    amax = _in_blocks(v.value.abs()).amax(-1)
+    # 0xff is all that ue8m0 has for what is not finite.
+    beyond = torch.isnan(amax) | (torch.isinf(amax) if scale_fmt == "ue8m0" else False)
+    wrong = torch.isnan(found.scale) != beyond
+    assert not wrong.any(), f"NaN scales: {_first(wrong, got=found.scale, amax=amax)}"
+    wrong = torch.isinf(found.scale) != (torch.isinf(amax) & ~beyond)
+    assert not wrong.any(), f"infinite scales: {_first(wrong, got=found.scale, amax=amax)}"
+    slack = torch.where(torch.isfinite(amax), _in_blocks(v.error.nan_to_num(0, 0, 0)).amax(-1), 0.0)
+    unit = 4 * FLOAT32_ERROR if scale_fmt == "fp32" else 0.0
+    low, high = (block_scales((amax + sign * slack).clamp(min=0), scale_fmt) for sign in (-1, 1))
+    wrong = (found.scale < low * (1 - unit)) | (found.scale > high * (1 + unit))
+    assert not wrong.any(), f"scales: {_first(wrong, got=found.scale, low=low, high=high)}"
+
+
+def _assert_codes(found: Quantized, v: Bounded, scale: Tensor, finite: Tensor) -> None:
+    special = ~torch.isfinite(v.value)
+    wrong = special & (found.order != 127)
+    assert not wrong.any(), f"finite codes of NaN or inf: {_first(wrong, got=found.order, v=v.value)}"
+    # Beside a NaN a code is right or NaN. Beside an infinity it is v / inf.
+    in_infinite = torch.isinf(_per_element(found.scale, 1, v.value.shape[1])) & ~special
+    wrong = in_infinite & (found.order != 0)
+    assert not wrong.any(), f"codes beside an inf: {_first(wrong, got=found.order, v=v.value)}"
+    # 1 / scale and the product with it are off by a unit in the last place each.
+    value, error = (torch.where(finite, x, 0.0) / scale for x in (v.value, v.error))
+    error = error + 2 * FLOAT32_ERROR * value.abs()
+    low, high = nearest_code(value - error), nearest_code(value + error)
+    wrong = finite & ((found.order < low) | (found.order > high))
+    assert not wrong.any(), f"codes: {_first(wrong, got=found.order, low=low, high=high, v=v.value)}"
+
+
+def _assert_products(found: Quantized, v: Bounded, scale: Tensor, finite: Tensor) -> None:
+    value, error = (torch.where(finite, x, 0.0) for x in (v.value, v.error))
+    # Half a step of e4m3: 2^-4 of the value, 2^-10 near zero.
+    bound = error + (2.0**-4 * (value.abs() + error)).clamp(min=2.0**-10 * scale) * (1 + 4 * FLOAT32_ERROR)
+    wrong = finite & ~((found.dequantized() - value).abs() <= bound)
+    assert not wrong.any(), f"y * y_scale: {_first(wrong, got=found.dequantized(), v=v.value, bound=bound)}"
+
+
+def assert_bounded(actual: Tensor, expected: Bounded) -> None:
+    """Requires actual to be within the bounds, and NaN and infinities at the same places."""
+    rounded = expected.value.to(actual.dtype).double()
+    actual = actual.detach().cpu().double()
+    for name, test in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
+        wrong = test(actual) != test(rounded)
+        assert not wrong.any(), f"{name}: {_first(wrong, got=actual, expected=rounded)}"
+    finite = torch.isfinite(rounded)
+    wrong = finite & ~((actual - expected.value).abs() <= expected.error + _TINY)
+    assert not wrong.any(), _first(wrong, got=actual, expected=expected.value, error=expected.error)
 
 
 # ------------------------------------------------------------------------------------------ comparing
