@@ -1,11 +1,15 @@
 // Which Specs serve the FP8 prefill MLP, and the words of a case.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
 
 #include "ops/checks.h"
 #include "ops/silu_check.h"
 #include "ops/silu_fold.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
+#include "runtime/source.h"
 
 namespace deep_kernels {
 
@@ -30,45 +34,104 @@ SiluCase read_activation(CaseReader& reader) {
   return activation_case(reader.op().c_str(), {activation, clamp, alpha, up_offset, scale_fmt});
 }
 
-// Tokens of a tile, 64 or 128, where a kernel has both: overrules what is chosen by sizes.
-constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";
+// All that choose_token_groups may give.
+std::vector<u8> all_token_groups(const Arch& arch) {
+  if (arch.backend == Backend::sm89) return {1, 2, 4};
+  return {1, 2};
+}
 
-std::optional<u8> forced_token_groups() {
-  const auto text = settings::of_op(kTileVariable);
+// What these variables name overrules the choice.
+constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";            // tokens
+constexpr const char* kAlgorithmVariable = "DEEP_KERNELS_SILU_ALGORITHM";  // of the fold
+constexpr const char* kStagesVariable = "DEEP_KERNELS_SILU_STAGES";
+
+// Which of the words a variable holds.
+std::optional<std::size_t> forced(const char* variable, const std::vector<std::string>& words) {
+  const auto text = settings::of_op(variable);
   if (!text) return std::nullopt;
-  if (*text != "64" && *text != "128")
-    throw ValueError(fmt::format("{} must be 64 or 128, got '{}'", kTileVariable, *text));
-  return static_cast<u8>(*text == "64" ? 1 : 2);
+  const auto found = std::find(words.begin(), words.end(), *text);
+  if (found == words.end())
+    throw ValueError(fmt::format("{} must be one of {}, got '{}'", variable,
+                                 fmt::join(words, ", "), *text));
+  return found - words.begin();
+}
+
+std::optional<u8> forced_token_groups(const Arch& arch) {
+  const std::vector<u8> groups = all_token_groups(arch);
+  std::vector<std::string> tiles;
+  for (u8 one : groups) tiles.push_back(fmt::format("{}", fold_tile_tokens(arch.backend, one)));
+  const auto index = forced(kTileVariable, tiles);
+  return index ? std::optional(groups[*index]) : std::nullopt;
+}
+
+FoldAlgorithm choose_algorithm(const Arch& arch) {
+  if (arch.backend == Backend::sm90) return FoldAlgorithm::one_pass;
+  const FoldAlgorithm all[] = {FoldAlgorithm::interleaved, FoldAlgorithm::two_pass};
+  return all[forced(kAlgorithmVariable, {name_of(all[0]), name_of(all[1])}).value_or(0)];
+}
+
+u8 choose_stages(const Arch& arch, u8 token_groups) {
+  std::vector<std::string> words;
+  std::vector<u8> all;
+  for (u8 stages = 1; stages <= kMaxFoldStages; ++stages)
+    if (fold_has_stages(arch.backend, token_groups, stages)) {
+      all.push_back(stages);
+      words.push_back(fmt::format("{}", stages));
+    }
+  return all[forced(kStagesVariable, words).value_or(all.size() - 1)];
+}
+
+// Of sm89, what a tile takes: instructions of a warp for 128 of k, counted in the machine code for
+// sm_90a. Larger tiles convert x and w for more products, and read less.
+struct TileCost {
+  u8 token_groups;
+  i64 instructions;
+};
+constexpr TileCost kTileCosts[] = {{1, 495}, {2, 726}, {4, 1346}};
+
+// Of the tiles whose rounds over the card take least the largest one.
+u8 choose_sm89_token_groups(const GemmSizes& sizes, i64 num_blocks) {
+  u8 best = 0;
+  i64 least = 0;
+  for (const TileCost& cost : kTileCosts) {
+    const i64 tokens = fold_tile_tokens(Backend::sm89, cost.token_groups);
+    const i64 tiles = ceil_div<i64>(sizes.num_tokens, tokens) * num_blocks;
+    const i64 total = ceil_div<i64>(tiles, sizes.num_sms) * cost.instructions;
+    if (best == 0 || total <= least) {
+      best = cost.token_groups;
+      least = total;
+    }
+  }
+  return best;
 }
 
 // One warpgroup's tile where that fills more of the card, else two, which read w half as often.
 u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
-  if (arch.backend != Backend::sm90) return 2;
-  if (const auto forced = forced_token_groups()) return *forced;
+  if (const auto forced = forced_token_groups(arch)) return *forced;
+  if (arch.backend == Backend::sm89) return choose_sm89_token_groups(sizes, num_blocks);
   const i64 small_tiles = ceil_div<i64>(sizes.num_tokens, 64) * num_blocks;
   return small_tiles <= sizes.num_sms ? 1 : 2;
 }
 
-u8 stages_of(const Arch& arch, u8 token_groups) {
-  return static_cast<u8>(fold_stages(arch.backend, token_groups));
-}
-
 SiluFoldSpec fold_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
-  return {.backend = arch.backend,
-          .algorithm =
-              arch.backend == Backend::sm90 ? FoldAlgorithm::one_pass : FoldAlgorithm::interleaved,
-          .activation = wanted.activation,
-          .rounding = wanted.rounding,
-          .scale_format = wanted.scale_format,
-          .token_groups = token_groups,
-          .stages = stages_of(arch, token_groups)};
+  const SiluFoldSpec spec{.backend = arch.backend,
+                          .algorithm = choose_algorithm(arch),
+                          .activation = wanted.activation,
+                          .rounding = wanted.rounding,
+                          .scale_format = wanted.scale_format,
+                          .token_groups = token_groups,
+                          .stages = choose_stages(arch, token_groups)};
+  // Nothing that is chosen: what the variables name may not go together.
+  if (const char* reason = spec.invalid())
+    throw ValueError(fmt::format("{}: {} for {}", kSiluFoldOp, reason, describe_spec(spec)));
+  return spec;
 }
 
 BlockGemmSpec gemm_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
   return {.backend = arch.backend,
           .out_dtype = wanted.out_dtype,
           .token_groups = token_groups,
-          .stages = stages_of(arch, token_groups)};
+          .stages = static_cast<u8>(fold_stages(arch.backend, token_groups))};
 }
 
 }  // namespace
@@ -117,12 +180,14 @@ SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
 }
 
 std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch) {
-  if (arch.backend != Backend::sm90) return {fold_spec(wanted, arch, 2)};
-  return {fold_spec(wanted, arch, 1), fold_spec(wanted, arch, 2)};
+  std::vector<SiluFoldSpec> specs;
+  for (u8 groups : all_token_groups(arch)) specs.push_back(fold_spec(wanted, arch, groups));
+  return specs;
 }
 std::vector<BlockGemmSpec> block_gemm_specs(const SiluCase& wanted, const Arch& arch) {
-  if (arch.backend != Backend::sm90) return {gemm_spec(wanted, arch, 2)};
-  return {gemm_spec(wanted, arch, 1), gemm_spec(wanted, arch, 2)};
+  std::vector<BlockGemmSpec> specs;
+  for (u8 groups : all_token_groups(arch)) specs.push_back(gemm_spec(wanted, arch, groups));
+  return specs;
 }
 
 KernelText kernel_text(const SiluFoldSpec& spec) {

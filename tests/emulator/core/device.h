@@ -73,13 +73,14 @@ struct LdmatrixOperands {
   u32* fragment;
   u32 addr;
 };
+enum class MmaType : u8 { e4m3, f16 };  // 32 or 16 of k: rows of 32 bytes
 struct MmaOperands {
   float* d;
   const u32* a;
   const u32* b;
 };
 void ldmatrix(u32* fragment, i32 count, u32 addr, At at);
-void mma_m16n8k32_e4m3(float* d, const u32* a, const u32* b, At at);
+void mma_m16n8(MmaType type, float* d, const u32* a, const u32* b, At at);
 
 void sync_threads(At at);
 void barrier_sync(u32 id, u32 num_threads, At at);

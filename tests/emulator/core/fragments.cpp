@@ -26,13 +26,14 @@ void run_ldmatrix(Warp& warp, i32 first_thread, i32 count, Place at) {
   }
 }
 
-void mma_m16n8k32_e4m3(float* d, const u32* a, const u32* b, At at) {
+void mma_m16n8(MmaType type, float* d, const u32* a, const u32* b, At at) {
   for (i32 i = 0; i < 4; ++i) check_poison(d[i], at);
   MmaOperands operands{d, a, b};
-  meet(Meeting::mma, reinterpret_cast<u64>(&operands), 0, at);
+  meet(Meeting::mma, reinterpret_cast<u64>(&operands), static_cast<i64>(type), at);
 }
 
-// Source: PTX ISA 8.7, section 9.7.14.5.11, fragments of mma.m16n8k32.
+// Fragments of m16n8k32 of bytes and of m16n8k16 of 16-bit elements are the same bytes.
+// Source: PTX ISA 8.7, sections 9.7.14.5.8 and 9.7.14.5.11.
 void run_mma(Warp& warp, Place) {
   u8 a[16 * 32];
   u8 b[8 * 32];
@@ -51,7 +52,15 @@ void run_mma(Warp& warp, Place) {
     for (i32 i = 0; i < 2; ++i)
       std::memcpy(b + group * 32 + i * 16 + in_group * 4, &operands(lane).b[i], 4);
   }
-  tensor_core::mma_m16n8k32_e4m3(a, b, c);
+  if (static_cast<MmaType>(warp.parameter[0]) == MmaType::e4m3) {
+    tensor_core::mma_m16n8k32_e4m3(a, b, c);
+  } else {
+    u16 wide_a[16 * 16];
+    u16 wide_b[8 * 16];
+    std::memcpy(wide_a, a, sizeof(a));
+    std::memcpy(wide_b, b, sizeof(b));
+    tensor_core::step_k16(tensor_core::Half::f16, 16, 8, wide_a, wide_b, c);
+  }
   for (i32 lane = 0; lane < kWarp; ++lane)
     for (i32 i = 0; i < 4; ++i)
       operands(lane).d[i] = c[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2];

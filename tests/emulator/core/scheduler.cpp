@@ -27,12 +27,13 @@ void thread_main() {
                 warp.arrived) +
              cite("they wait at", warp.place),
          0);
-  if (!thread.open_copies.empty() || !thread.committed_copies.empty()) {
-    const Place place = thread.open_copies.empty() ? thread.committed_copies.front().front().place
-                                                   : thread.open_copies.front().place;
-    fail("exit", "the thread ends and has not waited for its cp.async" + cite("issued at", place),
-         0);
-  }
+  thread.committed_copies.push_back(std::move(thread.open_copies));
+  for (const std::vector<CopyAsync>& group : thread.committed_copies)  // groups may be empty
+    if (!group.empty())
+      fail("exit",
+           "the thread ends and has not waited for its cp.async" +
+               cite("issued at", group.front().place),
+           0);
   thread.exited = true;
   trace::exit(thread);
   machine.warps[thread.warp()].ready &= ~(1u << thread.lane());

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace deep_kernels::emulator::tensor_core {
 
@@ -179,11 +180,12 @@ constexpr i32 kLowestTop = -133;  // felt by products of tiny bfloat16 numbers a
 
 void step_k16(Half type, i32 m, i32 n, const u16* a, const u16* b, float* d) {
   Number row[16];
-  Number column[16];
+  std::vector<Number> columns(16 * n);
+  for (i32 i = 0; i < 16 * n; ++i) columns[i] = decode_half(type, b[i]);
   for (i32 i = 0; i < m; ++i) {
     for (i32 k = 0; k < 16; ++k) row[k] = decode_half(type, a[i * 16 + k]);
     for (i32 j = 0; j < n; ++j) {
-      for (i32 k = 0; k < 16; ++k) column[k] = decode_half(type, b[j * 16 + k]);
+      const Number* column = &columns[16 * j];
       float& c = d[i * n + j];
       i32 top = c != 0.0f ? std::max(kLowestTop, exponent_of(bits_of(c))) : kLowestTop;
       double specials = std::isfinite(c) ? 0.0 : c;

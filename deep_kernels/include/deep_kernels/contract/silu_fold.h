@@ -116,22 +116,29 @@ struct BlockGemmMaps {
 inline constexpr i32 kFoldTileRows = 2 * kScaleBlock;  // of w
 
 constexpr i32 fold_tile_tokens(Backend backend, i32 token_groups) {
-  return (backend == Backend::sm90 ? 64 : 16) * token_groups;
+  return (backend == Backend::sm90 ? 64 : 32) * token_groups;
 }
 constexpr i32 fold_stage_bytes(i32 tile_tokens, FoldAlgorithm algorithm) {
   return (tile_tokens + (algorithm == FoldAlgorithm::two_pass ? kScaleBlock : kFoldTileRows)) *
          kScaleBlock;
 }
+constexpr const char* fold_groups_refusal(Backend backend, i32 token_groups) {
+  if (backend == Backend::sm90)
+    return token_groups == 1 || token_groups == 2 ? nullptr : "token_groups must be 1 or 2";
+  const bool shared = token_groups == 1 || token_groups == 2 || token_groups == 4;
+  return shared ? nullptr : "token_groups must be 1, 2 or 4";  // eight warps share the columns
+}
 constexpr i32 fold_num_threads(Backend backend, i32 token_groups) {
   return backend == Backend::sm90 ? 128 * (token_groups + 1) : 256;
 }
 constexpr i32 fold_smem_bytes(Backend backend, i32 token_groups, i32 stages,
-                              FoldAlgorithm algorithm) {
+                              FoldAlgorithm algorithm, Rounding rounding) {
   const i32 tokens = fold_tile_tokens(backend, token_groups);
   const i32 rings = stages * fold_stage_bytes(tokens, algorithm);
   if (backend == Backend::sm90) return rings + 1024;  // barriers
-  const i32 gate = algorithm == FoldAlgorithm::two_pass ? tokens * kScaleBlock * 2 : 0;
-  return rings + gate + 4096;  // bf16 gate tile; scales, maxima
+  const i32 element_bytes = rounding == Rounding::bfloat16 ? 2 : 4;
+  const i32 gate = algorithm == FoldAlgorithm::two_pass ? tokens * kScaleBlock * element_bytes : 0;
+  return rings + gate + 3072;  // act(gate); scales, maxima
 }
 // wgmma instructions that the machine code must hold, where it has `copies` of a k block: ptxas can
 // drop some silently. A warpgroup that is alone splits its 256 columns into quarters, else halves.
@@ -150,7 +157,7 @@ struct SiluFoldSpec {
   Activation activation;
   Rounding rounding;
   ScaleFormat scale_format;
-  u8 token_groups;  // sm90: math warpgroups, 64 tokens each; sm89: of 16 tokens
+  u8 token_groups;  // sm90: math warpgroups, 64 tokens each; sm89: warps, 32 tokens each
   u8 stages;        // ring of k blocks
 
   static constexpr const char* op() { return "silu_fold"; }
@@ -169,7 +176,7 @@ struct SiluFoldSpec {
   constexpr i32 tile_tokens() const { return fold_tile_tokens(backend, token_groups); }
   constexpr i32 num_threads() const { return fold_num_threads(backend, token_groups); }
   constexpr i32 smem_bytes() const {
-    return fold_smem_bytes(backend, token_groups, stages, algorithm);
+    return fold_smem_bytes(backend, token_groups, stages, algorithm, rounding);
   }
   static constexpr i32 spill_limit_bytes() { return 0; }
   // Whether a tile's first wgmma run under the epilogue of the one before. A warpgroup that is
@@ -190,7 +197,7 @@ struct SiluFoldSpec {
     if (backend != Backend::sm89 && backend != Backend::sm90) return "backend must be sm89 or sm90";
     if ((backend == Backend::sm90) != (algorithm == FoldAlgorithm::one_pass))
       return "one_pass is the algorithm of sm90 alone";
-    if (token_groups < 1 || token_groups > 2) return "token_groups must be 1 or 2";
+    if (const char* refused = fold_groups_refusal(backend, token_groups)) return refused;
     if (smem_bytes() > limits_of(backend).max_smem_bytes) return "not enough shared memory";
     return nullptr;
   }
@@ -218,7 +225,7 @@ struct BlockGemmSpec {
   constexpr i32 tile_tokens() const { return fold_tile_tokens(backend, token_groups); }
   constexpr i32 num_threads() const { return fold_num_threads(backend, token_groups); }
   constexpr i32 smem_bytes() const {
-    return fold_smem_bytes(backend, token_groups, stages, algorithm(backend));
+    return fold_smem_bytes(backend, token_groups, stages, algorithm(backend), Rounding::bfloat16);
   }
   static constexpr i32 spill_limit_bytes() { return 0; }
   constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups, 1); }
@@ -231,13 +238,13 @@ struct BlockGemmSpec {
   constexpr const char* invalid() const {
     if (backend != Backend::sm89 && backend != Backend::sm90) return "backend must be sm89 or sm90";
     if (out_dtype == DType::float16) return "out_dtype must be float32 or bfloat16";
-    if (token_groups < 1 || token_groups > 2) return "token_groups must be 1 or 2";
+    if (const char* refused = fold_groups_refusal(backend, token_groups)) return refused;
     if (smem_bytes() > limits_of(backend).max_smem_bytes) return "not enough shared memory";
     return nullptr;
   }
 };
 
-// The activation of the two-launch way: one warp for 128 columns of a token.
+// The activation of the two-launch way: half a warp for 128 columns of a token.
 struct SiluMulSpec {
   Backend backend;  // sm89: for every card
   Activation activation;
@@ -256,7 +263,7 @@ struct SiluMulSpec {
   static constexpr i32 smem_bytes() { return 0; }
   static constexpr i32 spill_limit_bytes() { return 0; }
   static constexpr i32 num_wgmma() { return 0; }
-  static constexpr i32 blocks_per_pass() { return num_threads() / 32; }  // scale blocks
+  static constexpr i32 blocks_per_pass() { return num_threads() / 16; }  // of 128 columns
   constexpr i32 grid(const SiluMulArgs& args, i32 /*num_sms*/) const {
     const i64 blocks = i64{args.num_tokens} * ceil_div(args.num_columns, kScaleBlock);
     return static_cast<i32>(clamp_to<i64>(ceil_div<i64>(blocks, blocks_per_pass()), 1, 1 << 20));
@@ -274,6 +281,12 @@ constexpr i32 fold_stages(Backend backend, i32 token_groups) {
   if (backend == Backend::sm90) return token_groups == 1 ? 5 : 4;
   return 2;
 }
+// The smallest tile of sm89 comes also with one stage: least shared memory.
+constexpr bool fold_has_stages(Backend backend, i32 token_groups, i32 stages) {
+  return stages == fold_stages(backend, token_groups) ||
+         (backend == Backend::sm89 && token_groups == 1 && stages == 1);
+}
+inline constexpr i32 kMaxFoldStages = 5;
 
 template <class Visit>
 constexpr void for_each_silu_fold_spec(Backend backend, Visit&& visit) {
@@ -282,19 +295,18 @@ constexpr void for_each_silu_fold_spec(Backend backend, Visit&& visit) {
       for (ScaleFormat scale : {ScaleFormat::float32, ScaleFormat::ue8m0})
         for (FoldAlgorithm algorithm :
              {FoldAlgorithm::one_pass, FoldAlgorithm::two_pass, FoldAlgorithm::interleaved})
-          for (u8 groups : {u8{1}, u8{2}})
-            for (u8 stages = 1; stages <= 5; ++stages) {
-              const bool listed = backend == Backend::sm90 ? stages == fold_stages(backend, groups)
-                                                           : groups == 2 && stages <= 2;
+          for (u8 groups : {u8{1}, u8{2}, u8{4}})
+            for (u8 stages = 1; stages <= kMaxFoldStages; ++stages) {
               const SiluFoldSpec spec{backend, algorithm, activation, rounding,
                                       scale,   groups,    stages};
-              if (listed && spec.invalid() == nullptr) visit(spec);
+              if (fold_has_stages(backend, groups, stages) && spec.invalid() == nullptr)
+                visit(spec);
             }
 }
 template <class Visit>
 constexpr void for_each_block_gemm_spec(Backend backend, Visit&& visit) {
   for (DType out : {DType::float32, DType::bfloat16})
-    for (u8 groups : {u8{1}, u8{2}}) {
+    for (u8 groups : {u8{1}, u8{2}, u8{4}}) {
       const BlockGemmSpec spec{backend, out, groups, static_cast<u8>(fold_stages(backend, groups))};
       if (spec.invalid() == nullptr) visit(spec);
     }

@@ -68,14 +68,20 @@ struct Products<Rounding::float32> {
   DK_DEVICE float high() const { return value[1]; }
 };
 
+// Two columns of act(gate) times what their up columns give.
+template <Activation kActivation, Rounding kRounding>
+DK_DEVICE Products<kRounding> multiplied(const float (&activated)[2], const float (&up)[2],
+                                         const ActivationArgs& args) {
+  const float factor[2] = {adjusted_up<kActivation>(up[0], args),
+                           adjusted_up<kActivation>(up[1], args)};
+  return Products<kRounding>::of(activated, factor);
+}
 template <Activation kActivation, Rounding kRounding>
 DK_DEVICE Products<kRounding> gated(const float (&gate)[2], const float (&up)[2],
                                     const ActivationArgs& args) {
   const float activated[2] = {activate<kActivation>(gate[0], args),
                               activate<kActivation>(gate[1], args)};
-  const float factor[2] = {adjusted_up<kActivation>(up[0], args),
-                           adjusted_up<kActivation>(up[1], args)};
-  return Products<kRounding>::of(activated, factor);
+  return multiplied<kActivation, kRounding>(activated, up, args);
 }
 
 // The greatest magnitude of products; NaN if one of them is.

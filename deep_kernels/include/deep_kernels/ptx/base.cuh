@@ -17,6 +17,13 @@ namespace deep_kernels::ptx {
 // --- who and where ------------------------------------------------------------------------------
 
 DK_DEVICE i32 thread_index() { return static_cast<i32>(threadIdx.x); }
+// The same, of which the compiler does not know that it is: what is made of it is made where it
+// stands, and occupies no register around a loop.
+DK_DEVICE i32 fresh_thread_index() {
+  i32 index = thread_index();
+  asm volatile("" : "+r"(index));
+  return index;
+}
 DK_DEVICE i32 lane_index() { return static_cast<i32>(threadIdx.x & 31u); }
 // The same value in all lanes, in a form the compiler knows to be uniform.
 DK_DEVICE i32 warp_index() {
@@ -105,6 +112,12 @@ DK_DEVICE void store_global(u16* address, u16 value) { *address = value; }
 DK_DEVICE void prefetch_global_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
+// 4 bytes; the address is a multiple of 4.
+DK_DEVICE void store_global_x1(void* address, u32 a) { *static_cast<u32*>(address) = a; }
+// 8 bytes; the address is a multiple of 8.
+DK_DEVICE void store_global_x2(void* address, u32 a, u32 b) {
+  *static_cast<uint2*>(address) = make_uint2(a, b);
+}
 // 16 bytes; the address is a multiple of 16.
 DK_DEVICE void store_global_x4(void* address, u32 a, u32 b, u32 c, u32 d) {
   *static_cast<uint4*>(address) = make_uint4(a, b, c, d);
@@ -185,6 +198,20 @@ DK_DEVICE u32 f16x2_of_e4m3x2(u16 pair) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
   return value;
 }
+// The same of the first two out of four e4m3, or of the last two.
+template <i32 kPair>
+DK_DEVICE u32 f16x2_of_e4m3x4(u32 four) {
+  u32 value;
+  if constexpr (kPair == 0)
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}"
+        : "=r"(value)
+        : "r"(four));
+  else
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+        : "=r"(value)
+        : "r"(four));
+  return value;
+}
 DK_DEVICE u16 e4m3x2_of_f16x2(u32 pair) {
   u16 value;
   asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(value) : "r"(pair));
@@ -259,6 +286,21 @@ DK_DEVICE void ldmatrix_x2(u32 (&fragment)[2], u32 addr) {
 DK_DEVICE void mma_m16n8k32_e4m3(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Whether that is an instruction of the card. Hopper's tensor cores read e4m3 by wgmma alone: the
+// assembler makes conversions to float16, two multiplications and four float32 additions of it.
+#if __CUDA_ARCH__ == 900
+inline constexpr bool kHasE4m3Mma = false;
+#else
+inline constexpr bool kHasE4m3Mma = true;
+#endif
+// d += a * b: a [16, 16] float16 row-major, b [16, 8] float16 column-major, d [16, 8] float32.
+DK_DEVICE void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

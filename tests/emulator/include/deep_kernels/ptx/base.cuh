@@ -27,6 +27,7 @@ inline void role(const char* name) { emulator::set_role(name); }
 // --- who and where ------------------------------------------------------------------------------
 
 inline i32 thread_index() { return emulator::identity.thread; }
+inline i32 fresh_thread_index() { return emulator::identity.thread; }
 inline i32 lane_index() { return emulator::identity.thread % 32; }
 inline i32 warp_index(At at = At::current()) {
   return static_cast<i32>(emulator::meet(Meeting::shuffle, emulator::identity.thread / 32, 0, at));
@@ -119,6 +120,13 @@ inline void store_global(float* address, float value, At at = At::current()) {
 inline void store_global(u16* address, u16 value, At at = At::current()) {
   emulator::store_global(address, &value, sizeof(value), at);
 }
+inline void store_global_x1(void* address, u32 a, At at = At::current()) {
+  emulator::store_global(address, &a, sizeof(a), at);
+}
+inline void store_global_x2(void* address, u32 a, u32 b, At at = At::current()) {
+  const u32 words[2] = {a, b};
+  emulator::store_global(address, words, sizeof(words), at);
+}
 inline void store_global_x4(void* address, u32 a, u32 b, u32 c, u32 d, At at = At::current()) {
   const u32 words[4] = {a, b, c, d};
   emulator::store_global(address, words, sizeof(words), at);
@@ -187,6 +195,10 @@ inline u32 byte_permute(u32 a, u32 b, u32 selector) {
 inline u32 f16x2_of_e4m3x2(u16 pair) {
   return emulator::numeric::f16_of_e4m3(static_cast<u8>(pair)) |
          static_cast<u32>(emulator::numeric::f16_of_e4m3(static_cast<u8>(pair >> 8))) << 16;
+}
+template <i32 kPair>
+u32 f16x2_of_e4m3x4(u32 four) {
+  return f16x2_of_e4m3x2(static_cast<u16>(four >> 16 * kPair));
 }
 inline u16 e4m3x2_of_f16x2(u32 pair) {
   const auto half = [](u32 bits) {
@@ -283,7 +295,17 @@ inline void ldmatrix_x2(u32 (&fragment)[2], u32 addr, At at = At::current()) {
 }
 inline void mma_m16n8k32_e4m3(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                               At at = At::current()) {
-  emulator::mma_m16n8k32_e4m3(d, a, b, at);
+  emulator::mma_m16n8(emulator::MmaType::e4m3, d, a, b, at);
+}
+// The machine is a Hopper card, unless the build is told otherwise.
+#ifdef DK_EMULATE_E4M3_MMA
+inline constexpr bool kHasE4m3Mma = true;
+#else
+inline constexpr bool kHasE4m3Mma = false;
+#endif
+inline void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
+                             At at = At::current()) {
+  emulator::mma_m16n8(emulator::MmaType::f16, d, a, b, at);
 }
 
 }  // namespace deep_kernels::ptx
