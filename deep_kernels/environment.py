@@ -22,6 +22,15 @@ SETTINGS = {
     "DEEP_KERNELS_NVRTC": "the NVRTC library to load",
     "DEEP_KERNELS_LINEINFO": "1: source lines for profilers",
     "DEEP_KERNELS_MQA_CLEAN": "concurrent or deferred: overrules the measured placement of the -inf fill",
+    "DEEP_KERNELS_SILU_TILE": "64 or 128: tokens of a tile, overrules the choice by sizes",
+    "DEEP_KERNELS_SILU_FOLD_PREFILL": "1: nn.SwiGLUMLP uses the fold, where the module is not told",
+}
+WORDS = {  # of settings that have some
+    "DEEP_KERNELS_NO_COMPILE": ("0", "1"),
+    "DEEP_KERNELS_LINEINFO": ("0", "1"),
+    "DEEP_KERNELS_MQA_CLEAN": ("concurrent", "deferred"),
+    "DEEP_KERNELS_SILU_FOLD_PREFILL": ("0", "1"),
+    "DEEP_KERNELS_SILU_TILE": ("64", "128"),
 }
 
 
@@ -130,10 +139,8 @@ def _problem(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         return ""
-    if name in ("DEEP_KERNELS_NO_COMPILE", "DEEP_KERNELS_LINEINFO") and value not in ("0", "1"):
-        return "wrong: it must be 0 or 1"
-    if name == "DEEP_KERNELS_MQA_CLEAN" and value not in ("concurrent", "deferred"):
-        return "wrong: it must be concurrent or deferred"
+    if name in WORDS and value not in WORDS[name]:
+        return f"wrong: it must be {' or '.join(WORDS[name])}"
     if name == "DEEP_KERNELS_ARCH" and value != "cpu":
         try:
             _C.compile_options(value)

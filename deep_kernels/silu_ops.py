@@ -255,9 +255,7 @@ def _fake_silu_mul_out(
     out: Tensor,
     out_scale: Tensor,
 ) -> None:
-    _C.check_silu_mul_to_fp8_block128(
-        gate_up, activation, clamp, alpha, up_offset, scale_fmt, arch, (out, out_scale)
-    )
+    _C.check_silu_mul_to_fp8_block128(gate_up, activation, clamp, alpha, up_offset, scale_fmt, arch, (out, out_scale))
 
 
 for _name, _fake in (

@@ -178,12 +178,6 @@ def other_libraries(problem: Problem) -> dict[str, list[Callable[[], Any]]]:
     return {"deep_gemm": calls}
 
 
-def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """A function that makes the next of the calls each time."""
-    cycle = itertools.cycle(calls)
-    return lambda: next(cycle)()
-
-
 def check(problem: Problem, calls: Sequence[Callable[[], Tensor]]) -> float:
     """Largest deviation of a request's last row from float64, relative to its largest logit; in two sets of pages."""
     shape = problem.shape
@@ -227,7 +221,7 @@ def bench_shape(shape: Shape, samples: int, device: str = "cuda") -> dict[str, A
             {**others, **{name: calls[0] for name, calls in variants.items()}}, samples, calls=1
         ),
         "rotating": timing.measure(
-            {**others, **{name: in_turn(calls) for name, calls in variants.items()}},
+            {**others, **{name: timing.in_turn(calls) for name, calls in variants.items()}},
             samples,
             calls={"read_bw": 1, "empty": launches, "metadata": launches, **dict.fromkeys(variants, launches)},
         ),

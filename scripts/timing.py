@@ -6,10 +6,11 @@ rotating and alternating order, each replay warmed up by one before it, so that 
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,12 @@ def measure(
             end.synchronize()
             times[name].append(begin.elapsed_time(end) * 1000 / graphs[name].calls)
     return {name: Timing(values) for name, values in times.items()}
+
+
+def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """A function that makes the next of the calls each time."""
+    cycle = itertools.cycle(calls)
+    return lambda: next(cycle)()
 
 
 def measure_sustained(function: Callable[[], object], seconds: float = 0.5) -> float:

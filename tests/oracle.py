@@ -302,8 +302,9 @@ def gated_product(
     unit = (12 - 4 * z.clamp(-87, 0)) * FLOAT32_ERROR + (2 * BFLOAT16_ERROR if dtype == torch.bfloat16 else 0.0)
     slack = 1.2 * gate.error * (u.abs() + up.error) + s.abs() * (up.error + 4 * FLOAT32_ERROR * abs(up_offset))
     slack = slack + 1e-35 * u.abs()
-    overflown = v.to(dtype).double()
-    return Bounded(torch.where(torch.isinf(overflown), overflown, v), slack + unit * v.abs() + _TINY)
+    # What is too large for dtype is infinite, and what is too small is 0, times which an infinity is NaN.
+    narrow = (s.float().double() * u).to(dtype).double()
+    return Bounded(torch.where(torch.isfinite(narrow), v, narrow), slack + unit * v.abs() + _TINY)
 
 
 def _in_blocks(v: Tensor) -> Tensor:

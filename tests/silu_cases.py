@@ -99,6 +99,9 @@ class Inputs:
     def num_columns(self) -> int:
         return self.w.shape[0] // 2
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.x, self.x_scale, self.w, self.w_scale
+
     def rows(self, part: slice) -> Inputs:
         return replace(self, x=self.x[part], x_scale=self.x_scale[part])
 
@@ -108,10 +111,10 @@ class Inputs:
         return self.w[index * n : (index + 1) * n], self.w_scale[index * blocks : (index + 1) * blocks]
 
     def to(self, device: str) -> Inputs:
-        return Inputs(*(tensor.to(device) for tensor in vars(self).values()))
+        return Inputs(*(tensor.to(device) for tensor in self.tensors()))
 
     def clone(self) -> Inputs:
-        return Inputs(*(tensor.clone() for tensor in vars(self).values()))
+        return Inputs(*(tensor.clone() for tensor in self.tensors()))
 
 
 def factors_of(factors: tuple[float, ...], size: int, per: int = 1) -> Tensor:
@@ -198,7 +201,7 @@ class GuardedOut:
 
 
 def fold(backend: Backend, inputs: Inputs, **options: Any) -> Pair:
-    return dk.fp8_silu_fold_prefill(*vars(inputs).values(), arch=backend.arch, **options)
+    return dk.fp8_silu_fold_prefill(*inputs.tensors(), arch=backend.arch, **options)
 
 
 def run_case(backend: Backend, case: Case, inputs: Inputs, **options: Any) -> Pair:
@@ -240,11 +243,9 @@ def sum_error(backend: Backend) -> float:
     return 2.0**-11 if "sm90" in str(backend.arch) else 2.0**-18
 
 
-def expected(
-    backend: Backend, case: Case, inputs: Inputs, *, rounds_sums: bool = False
-) -> oracle.Bounded:
+def expected(backend: Backend, case: Case, inputs: Inputs, *, rounds_sums: bool = False) -> oracle.Bounded:
     """v of the fold; of the two launches where the sums are rounded to bfloat16."""
-    gate, up = oracle.gate_and_up(*vars(inputs).values(), error=sum_error(backend))
+    gate, up = oracle.gate_and_up(*inputs.tensors(), error=sum_error(backend))
     if rounds_sums:
         gate, up = (oracle.residual_sum(acc, None, torch.bfloat16) for acc in (gate, up))
     return oracle.gated_product(gate, up, **ACTIVATIONS[case.activation], dtype=case.value_dtype)

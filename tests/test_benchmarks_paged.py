@@ -76,7 +76,7 @@ def test_figures_of_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_calls_take_turns() -> None:
-    function = bench.in_turn([lambda: 1, lambda: 2, lambda: 3])
+    function = bench.timing.in_turn([lambda: 1, lambda: 2, lambda: 3])
     assert [function() for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
 
 

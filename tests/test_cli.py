@@ -150,13 +150,20 @@ def test_env_without_nvrtc_and_with_bad_settings(run: Run, monkeypatch: pytest.M
         raise dk.CompileError("NVRTC was not found: of the test")
 
     monkeypatch.setattr(_C, "nvrtc", missing)
-    for name, value in (("NO_COMPILE", "yes"), ("LINEINFO", "no"), ("ARCH", "sm_1"), ("MQA_CLEAN", "x")):
+    for name, value in (
+        ("NO_COMPILE", "yes"),
+        ("LINEINFO", "no"),
+        ("ARCH", "sm_1"),
+        ("MQA_CLEAN", "x"),
+        ("SILU_FOLD_PREFILL", "y"),
+        ("SILU_TILE", "96"),
+    ):
         monkeypatch.setenv(f"DEEP_KERNELS_{name}", value)
     monkeypatch.setenv("DEEP_KERNELS_CACHEDIR", "/typo")
     code, text, errors = run("env")
     assert (code, errors) == (0, "")
     assert re.search(r"NVRTC +none +NVRTC was not found: of the test", text)
-    assert len(re.findall(r"DEEP_KERNELS_\w+ .*\(wrong: ", text)) == 4
+    assert len(re.findall(r"DEEP_KERNELS_\w+ .*\(wrong: ", text)) == 6
     assert re.search(r"DEEP_KERNELS_CACHEDIR +/typo +unknown", text)
 
 
@@ -190,7 +197,8 @@ def test_settings_are_those_of_the_sources() -> None:
     if not (ROOT / "csrc").is_dir():
         pytest.skip("needs the checkout")
     pattern = re.compile(r'"(DEEP_KERNELS_[A-Z_]+)"')
-    read = {name for file in (ROOT / "csrc").rglob("*.cpp") for name in pattern.findall(file.read_text())}
+    sources = [*(ROOT / "csrc").rglob("*.cpp"), ROOT / "deep_kernels" / "nn.py"]
+    read = {name for file in sources for name in pattern.findall(file.read_text())}
     assert read == set(environment.SETTINGS)
     readme = (ROOT / "README.md").read_text()
     assert set(re.findall(r"^\| `(DEEP_KERNELS_[A-Z_]+)", readme, re.MULTILINE)) == read

@@ -2,56 +2,64 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import oracle
 import pytest
 import torch
-from emulator import Emulator
-from emulator.driver import DEFAULT_FLAGS, SANITIZED_FLAGS, compile_ahead
+from conftest import Backend
+from emulator import Emulator, installed
+from emulator.driver import SANITIZED_FLAGS, compile_ahead
 from emulator.fixtures import emulator_ready  # noqa: F401
 from emulator.memory import guarded
-from emulator.silu_variants import GEMM_VARIANTS, SM89_VARIANTS, VARIANTS, Variant
 from silu_cases import (
     ACTIVATIONS,
     Case,
+    GuardedOut,
     Inputs,
     Pair,
     assert_same_pair,
     block_gemm,
     expected,
     expected_of,
+    fold,
+    laid_out,
     make_gate_up,
     make_inputs,
     run_case,
     silu_mul,
     sum_error,
-    two_launches,
 )
-from torch import Tensor
 
-from deep_kernels import formats
+BACKENDS = tuple(Backend(f"emulator-{name}", "cpu", f"emulator:{name}") for name in ("sm90", "sm89"))
+by_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 
-# Nothing of them is a multiple of what the kernels work with; the first is the least there can be.
-CASES = [
-    Case(num_tokens=1, k=16, num_columns=16, out=True),
-    Case(num_tokens=37, k=272, num_columns=272, w_scale_dtype=torch.bfloat16, layout="columns"),
-    Case(num_tokens=130, k=144, num_columns=400, activation="oss", scale_fmt="ue8m0", layout="strided", out=True),
-    Case(num_tokens=65, k=528, num_columns=144, activation="gelu-clamped", round_bf16=False, layout="strided"),
-]
-SERVED = [
-    pytest.param(variant, case, id=f"{variant}-{case}")
-    for variant in VARIANTS
-    for case in CASES
-    if variant.serves(round_bf16=case.round_bf16)
-]
-EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS, ids=str)
-EVERY_SM89_VARIANT = pytest.mark.parametrize("variant", SM89_VARIANTS, ids=str)
+# Tiles that end within blocks, several of them, all activations and both formats.
+CASES = (
+    Case(1, 16, 16),
+    Case(65, 144, 128, "oss", scale_fmt="ue8m0"),
+    Case(130, 272, 144, "gelu", w_scale_dtype=torch.bfloat16, layout="columns"),
+    Case(17, 400, 272, "clamped", round_bf16=False, layout="strided", out=True),
+    Case(70, 640, 256, "gelu-clamped", round_bf16=False, scale_fmt="ue8m0", out=True),
+    Case(33, 1024, 384, layout="strided"),
+)
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
 
-# Several tiles of tokens and of columns, more blocks of k than stages.
-BASE = Case(num_tokens=139, k=400, num_columns=272, out=True, seed=3)
+
+def guarded_inputs(inputs: Inputs) -> Inputs:
+    return Inputs(*(guarded(tensor) for tensor in inputs.tensors()))
+
+
+def run(backend: Backend, case: Case, inputs: Inputs, *, emulator: Emulator | None = None, num_sms: int = 3) -> Pair:
+    """The fold on the emulator, its inputs between pages that fault unless their strides are the matter."""
+    if case.layout == "rows":
+        inputs = guarded_inputs(inputs)
+    emulator = emulator or Emulator()
+    with installed(emulator, num_sms):
+        pair = run_case(backend, case, inputs, fused=True)
+    assert [launch["op"] for launch in emulator.launches] == ["silu_fold"]
+    return pair
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,146 +67,140 @@ def compiled(emulator_ready: None) -> Iterator[None]:  # noqa: F811
     """All kernels of the cases, compiled side by side before the first is run."""
 
     def run_all() -> None:
-        for variant in VARIANTS:
-            with variant.chosen():
-                for case in (*CASES, BASE):
-                    if variant.serves(round_bf16=case.round_bf16):
-                        run_case(variant.backend, replace(case, out=False), make_inputs(case, "cpu"), fused=True)
+        for backend in BACKENDS:
+            for case in CASES:
+                inputs, gate_up = make_inputs(case, "cpu"), make_gate_up(case, "cpu")
+                fold(backend, inputs, fused=True, round_bf16=case.round_bf16, **case.options)
+                silu_mul(backend, gate_up, **case.options)
+                for dtype in (torch.float32, torch.bfloat16):
+                    block_gemm(backend, (inputs.x, inputs.x_scale), inputs.half(0), dtype)
 
     compile_ahead(run_all)
     yield
 
 
-def run(
-    variant: Variant, case: Case, inputs: Inputs | None = None, emulator: Emulator | None = None, num_sms: int = 3
-) -> Pair:
-    """The fold on the emulator."""
-    with variant.running(emulator, num_sms) as backend:
-        return run_case(backend, case, inputs or make_inputs(case, "cpu"), fused=True)
-
-
-def blocks_of(pair: Pair, num_columns: int) -> list[tuple[Tensor, Tensor]]:
-    """Bytes of codes and scales, block by block of columns."""
-    y, y_scale = (part.contiguous().view(torch.uint8) for part in pair)
-    width = y_scale.shape[1] // -(-num_columns // 128)
-    return list(zip(y.split(128, dim=1), y_scale.split(width, dim=1), strict=True))
-
-
-# ------------------------------------------------------------------------------------------ agreement
-
-
-@pytest.mark.parametrize("variant, case", SERVED)
-def test_fold_agrees_with_the_formula(variant: Variant, case: Case) -> None:
+@by_backend
+@by_case
+def test_fold_agrees_with_the_oracle(backend: Backend, case: Case) -> None:
     inputs = make_inputs(case, "cpu")
-    pair = run(variant, case, inputs, Emulator(seed=case.seed))
-    oracle.assert_quantized(*pair, expected(variant.backend, case, inputs), case.scale_fmt)
+    oracle.assert_quantized(*run(backend, case, inputs), expected(backend, case, inputs), case.scale_fmt)
 
 
-@pytest.mark.parametrize("variant", GEMM_VARIANTS, ids=str)
-@pytest.mark.parametrize("residual_dtype", (None, torch.bfloat16, torch.float32), ids=str)
-@pytest.mark.parametrize("out_dtype", (torch.bfloat16, torch.float32), ids=str)
-def test_block_gemm_agrees_with_the_formula(
-    variant: Variant, out_dtype: torch.dtype, residual_dtype: torch.dtype | None
+@by_backend
+@by_case
+def test_block_gemm_agrees_with_the_oracle(backend: Backend, case: Case) -> None:
+    inputs = guarded_inputs(make_inputs(case, "cpu"))
+    x, w = (inputs.x, inputs.x_scale), inputs.half(1)
+    acc = oracle.block_gemm(*x, *w, error=sum_error(backend))
+    noise = torch.randn(acc.value.shape, generator=torch.Generator().manual_seed(1)) * float(acc.value.abs().mean())
+    for dtype, residual in (
+        (torch.bfloat16, None),
+        (torch.bfloat16, noise.bfloat16()),
+        (torch.float32, noise.bfloat16()),
+        (torch.float32, noise),
+    ):
+        with installed(Emulator()):
+            product = block_gemm(backend, x, w, dtype, None if residual is None else guarded(residual))
+        oracle.assert_bounded(product, oracle.residual_sum(acc, residual, dtype))
+
+
+@by_backend
+@by_case
+def test_silu_mul_agrees_with_the_oracle(backend: Backend, case: Case) -> None:
+    gate_up = guarded(make_gate_up(case, "cpu"))
+    guard = GuardedOut(case, "cpu")
+    with installed(Emulator()):
+        result = silu_mul(backend, gate_up, out=guard.pair, **case.options)
+    y, y_scale = (part.clone() for part in result)
+    guard.check(result)
+    oracle.assert_quantized(y, y_scale, expected_of(case, gate_up), case.scale_fmt)
+
+
+@by_backend
+def test_every_activation_over_many_gates(backend: Backend) -> None:
+    """Every 61st bfloat16 number as a gate, NaN and infinities among them, each in a block of its own."""
+    gates = torch.arange(-(2**15), 2**15, 61, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gates = torch.cat((gates, torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=torch.bfloat16)))
+    gate_up = torch.zeros(len(gates), 32, dtype=torch.bfloat16)
+    gate_up[:, 0], gate_up[:, 16] = gates, 1.0
+    for activation in ACTIVATIONS:
+        case = Case(activation=activation)
+        with installed(Emulator()):
+            pair = silu_mul(backend, gate_up, **case.options)
+        oracle.assert_quantized(*pair, expected_of(case, gate_up))
+
+
+BASE = Case(75, 528, 272)
+
+
+@by_backend
+def test_bits_depend_on_no_order_and_no_grid(backend: Backend) -> None:
+    inputs = make_inputs(BASE, "cpu")
+    wanted = run(backend, BASE, inputs)
+    for seed, num_sms in ((1, 1), (2, 3), (3, 8), (4, 132)):
+        assert_same_pair(run(backend, BASE, inputs, emulator=Emulator(seed=seed), num_sms=num_sms), wanted)
+
+
+@by_backend
+def test_bits_do_not_depend_on_what_locals_held(backend: Backend) -> None:
+    """Variables that nobody initialised would differ between the two builds."""
+    inputs = make_inputs(BASE, "cpu")
+    zeros, patterns = (
+        run(backend, BASE, inputs, emulator=Emulator(flags=("-O1", f"-ftrivial-auto-var-init={value}")))
+        for value in ("zero", "pattern")
+    )
+    assert_same_pair(zeros, patterns)
+
+
+@by_backend
+@pytest.mark.parametrize("layout", ("columns", "strided"))
+def test_strides_change_no_bit(backend: Backend, layout: str) -> None:
+    inputs = make_inputs(BASE, "cpu")
+    other = replace(BASE, layout=layout)
+    assert_same_pair(run(backend, other, laid_out(inputs, layout)), run(backend, BASE, inputs))
+
+
+@by_backend
+def test_rows_do_not_depend_on_others(backend: Backend) -> None:
+    inputs = make_inputs(BASE, "cpu")
+    whole = run(backend, BASE, inputs)
+    for part in (slice(0, 1), slice(70, 75), slice(3, 68)):
+        assert_same_pair(run(backend, BASE, inputs.rows(part)), (whole[0][part], whole[1][part]))
+
+
+def spoilt(inputs: Inputs, name: str, index: tuple[int, int], byte: int | float) -> Inputs:
+    tensor = getattr(inputs, name).clone()
+    (tensor.view(torch.uint8) if isinstance(byte, int) else tensor)[index] = byte
+    return replace(inputs, **{name: tensor})
+
+
+@by_backend
+@pytest.mark.parametrize(
+    "name, index, value",
+    [
+        ("x", (5, 300), 0x7F),
+        ("w", (130, 3), 0xFF),
+        ("w", (272 + 200, 3), 0x7F),
+        ("x_scale", (5, 2), torch.inf),
+        ("x_scale", (5, 0), 1e30),
+        ("w_scale", (1, 0), torch.nan),
+        ("w_scale", (4, 1), torch.inf),
+    ],
+)
+def test_special_values_stay_in_their_rows_and_blocks(
+    backend: Backend, name: str, index: tuple[int, int], value: int | float
 ) -> None:
-    """Columns end in the first and in the second half of a tile; rows of the result lie at odd addresses."""
-    if residual_dtype == torch.float32 and out_dtype == torch.bfloat16:
-        pytest.skip("refused, see test_silu_fold_refusals")
-    for num_tokens, k, num_columns in ((1, 16, 16), (37, 272, 400), (130, 144, 256)):
-        inputs = make_inputs(Case(num_tokens, k, num_columns, layout="strided"), "cpu")
-        x, w = (inputs.x, inputs.x_scale), inputs.half(1)
-        acc = oracle.block_gemm(*x, *w, error=sum_error(variant.backend))
-        residual = None
-        if residual_dtype is not None:
-            residual = torch.randn(num_tokens, num_columns, generator=torch.Generator().manual_seed(1))
-            residual = (residual * acc.value.abs().mean()).to(residual_dtype)
-        out = torch.full((num_tokens, num_columns + 3), math.nan, dtype=out_dtype)[:, 1 : num_columns + 1]
-        with variant.running() as backend:
-            assert block_gemm(backend, x, w, out_dtype, residual, out=out) is out
-        oracle.assert_bounded(out, oracle.residual_sum(acc, residual, out_dtype))
-
-
-@pytest.mark.parametrize("scale_fmt", formats.SCALE_FORMATS)
-@pytest.mark.parametrize("activation", tuple(ACTIVATIONS))
-def test_silu_mul_agrees_with_the_formula(activation: str, scale_fmt: str) -> None:
-    """Also where nothing lies at a multiple of 16 bytes."""
-    for num_tokens, num_columns, offset in ((1, 16, 0), (37, 400, 3), (130, 256, 8)):
-        case = Case(num_tokens, 128, num_columns, activation, scale_fmt=scale_fmt)
-        gate_up = make_gate_up(case, "cpu")
-        wide = torch.full((num_tokens, 2 * num_columns + offset), math.nan, dtype=torch.bfloat16)
-        wide[:, offset:] = gate_up
-        with VARIANTS[0].running() as backend:
-            pair = silu_mul(backend, wide[:, offset:], **case.options)
-        oracle.assert_quantized(*pair, expected_of(case, gate_up), scale_fmt)
-
-
-@pytest.mark.parametrize("variant", GEMM_VARIANTS, ids=str)
-def test_two_launches_are_the_calls_that_they_name(variant: Variant) -> None:
-    case = replace(BASE, activation="clamped", scale_fmt="ue8m0")
-    inputs = make_inputs(case, "cpu")
-    with variant.running() as backend:
-        pair = run_case(backend, case, inputs, fused=False)
-        assert_same_pair(pair, two_launches(backend, inputs, **case.options))
-    v = expected(variant.backend, case, inputs, rounds_sums=True)
-    oracle.assert_quantized(*pair, v, case.scale_fmt)
-
-
-@EVERY_SM89_VARIANT
-def test_cards_that_multiply_e4m3_by_mma_sync(variant: Variant) -> None:
-    """The other way of tile/e4m3_mma.cuh, that of sm_89."""
+    """In builds that stop at undefined behaviour."""
     inputs = make_inputs(BASE, "cpu")
-    pair = run(variant, BASE, inputs, Emulator(flags=(*DEFAULT_FLAGS, "-DDK_EMULATE_E4M3_MMA")))
-    oracle.assert_quantized(*pair, expected(variant.backend, BASE, inputs))
-
-
-# ------------------------------------------------------------------------------------------ what bits depend on
-
-
-@pytest.mark.parametrize("algorithm", ("interleaved", "two_pass"))
-def test_bits_do_not_depend_on_the_tile_or_the_algorithm(algorithm: str) -> None:
-    wanted = run(SM89_VARIANTS[0], BASE)
-    for variant in SM89_VARIANTS:
-        if variant.algorithm == algorithm:
-            assert_same_pair(run(variant, BASE), wanted)
-
-
-@EVERY_VARIANT
-def test_bits_do_not_depend_on_sms_or_on_the_order_of_threads(variant: Variant) -> None:
-    wanted = run(variant, BASE)
-    for seed, num_sms in ((1, 1), (2, 2), (3, 132)):
-        assert_same_pair(run(variant, BASE, emulator=Emulator(seed=seed), num_sms=num_sms), wanted)
-
-
-@EVERY_VARIANT
-def test_bits_do_not_depend_on_what_locals_held(variant: Variant) -> None:
-    """Variables that nobody initialised would differ between the two builds; the second one is sanitized."""
-    zeros = run(variant, BASE, emulator=Emulator(flags=("-O1", "-ftrivial-auto-var-init=zero")))
-    assert_same_pair(run(variant, BASE, emulator=Emulator(flags=SANITIZED_FLAGS)), zeros)
-
-
-@EVERY_VARIANT
-def test_no_row_is_read_beyond_its_end(variant: Variant) -> None:
-    """Inputs end at pages that fault, k in the middle of a block."""
-    inputs = make_inputs(BASE, "cpu")
-    guarded_inputs = Inputs(*(guarded(tensor) for tensor in vars(inputs).values()))
-    assert_same_pair(run(variant, BASE, guarded_inputs), run(variant, BASE, inputs))
-
-
-# ------------------------------------------------------------------------------------------ NaN and infinity
-
-
-@EVERY_VARIANT
-def test_nan_and_infinity_stay_in_their_token_and_block(variant: Variant) -> None:
-    inputs = make_inputs(BASE, "cpu")
-    clean = run(variant, BASE, inputs)
-    spoiled = inputs.clone()
-    spoiled.x.view(torch.uint8)[5, 300] = 0x7F  # a token
-    spoiled.x_scale[40, 1] = math.inf
-    spoiled.w.view(torch.uint8)[130, 399] = 0xFF  # a gate column of the second block
-    spoiled.w_scale[-1, 0] = math.inf  # up columns of the last block
-    pair = run(variant, BASE, spoiled)
-    oracle.assert_quantized(*pair, expected(variant.backend, BASE, spoiled))
-    sound = torch.ones(BASE.num_tokens, dtype=torch.bool)
-    sound[[5, 40]] = False
-    for index, (one, other) in enumerate(zip(*(blocks_of(p, BASE.num_columns) for p in (pair, clean)), strict=True)):
-        same = [torch.equal(a[sound], b[sound]) for a, b in zip(one, other, strict=True)]
-        assert same == [index == 0, index == 0]
+    wanted = run(backend, BASE, inputs)
+    bad = spoilt(inputs, name, index, value)
+    y, y_scale = run(backend, BASE, bad, emulator=Emulator(flags=SANITIZED_FLAGS))
+    oracle.assert_quantized(y, y_scale, expected(backend, BASE, bad))
+    touched = torch.zeros(75, 3, dtype=torch.bool)
+    if name.startswith("x"):
+        touched[5] = True
+    else:
+        touched[:, 1] = True
+    columns = touched.repeat_interleave(128, dim=1)[:, :272]
+    assert torch.equal(y.view(torch.uint8)[~columns], wanted[0].view(torch.uint8)[~columns])
+    assert torch.equal(y_scale[~touched], wanted[1][~touched])

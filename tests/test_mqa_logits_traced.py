@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Backend
+from modes import CountingDispatch, CountingFunction, Wrapped
 from mqa_cases import MODES, Case, Inputs, assert_same_bits, call, is_refused, make_inputs, metadata, word
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import deep_kernels as dk
 from deep_kernels import formats
@@ -128,26 +127,6 @@ def test_grad_is_refused_while_tracing(backend: Backend) -> None:
 # ------------------------------------------------------------------------------------------ modes
 
 
-class CountingDispatch(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class CountingFunction(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("make_mode", (CountingDispatch, CountingFunction))
 def test_modes_see_the_op(backend: Backend, make_mode: Callable[[], Any]) -> None:
     inputs = make_inputs(Case(), backend.device)
@@ -164,10 +143,6 @@ def test_modes_see_the_op(backend: Backend, make_mode: Callable[[], Any]) -> Non
     assert_same_bits(logits, wanted)
     assert_same_bits(out, wanted)
     assert torch.equal(schedule, again)
-
-
-class Wrapped(Tensor):
-    """A subclass that does nothing; its calls must go through the dispatcher and come back right."""
 
 
 def test_subclasses(backend: Backend) -> None:

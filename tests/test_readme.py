@@ -66,6 +66,16 @@ def test_the_snippet_of_the_paged_op_runs() -> None:
     assert torch.equal(names["mx_paged"][0, :700], names["mx_logits"][0, :700])
 
 
+def test_the_snippet_of_the_mlp_runs() -> None:
+    names = after(5)
+    assert names["y"].shape == (names["num_q"], names["intermediate_size"])
+    assert names["mlp_out"].shape == names["hidden"].shape and names["mlp_out"].dtype == torch.bfloat16
+    assert torch.equal(names["mlp_out"], names["by_hand"])
+    gated = torch.nn.functional.silu(names["hidden"] @ names["gate"].T) * (names["hidden"] @ names["up"].T)
+    expected = (gated @ names["down"].T).float()
+    assert (names["mlp_out"] - expected).norm() < 0.08 * expected.norm(), "two roundings to e4m3, and weights in it"
+
+
 def test_the_snippet_that_compiles_ahead_runs(no_settings: Path, nvrtc: tuple[str, str]) -> None:
     *_, ahead = fenced(ROOT / "README.md", "python")
     exec(ahead, {"dk": deep_kernels})

@@ -71,7 +71,9 @@ def test_two_launches_are_the_calls_that_they_name(backend: Backend, case: Case)
 
 
 @by_scale
-@pytest.mark.parametrize("activation", ("silu", "clamped", "gelu"))  # an offset may cancel up, and then nothing is close
+@pytest.mark.parametrize(
+    "activation", ("silu", "clamped", "gelu")
+)  # an offset may cancel up, and then nothing is close
 def test_fold_and_two_launches_are_close(backend: Backend, activation: str, scale_fmt: str) -> None:
     """They differ where the sums are rounded to bfloat16, which moves a value by far less than a code."""
     case = Case(num_tokens=129, num_columns=384, activation=activation, scale_fmt=scale_fmt)
@@ -127,9 +129,7 @@ def test_residual_is_added_to_the_rounded_sum(backend: Backend) -> None:
 @by_scale
 @by_activation
 @pytest.mark.parametrize("num_tokens", (0, 1, 31, 192))
-def test_silu_mul_agrees_with_the_formula(
-    backend: Backend, num_tokens: int, activation: str, scale_fmt: str
-) -> None:
+def test_silu_mul_agrees_with_the_formula(backend: Backend, num_tokens: int, activation: str, scale_fmt: str) -> None:
     for num_columns in (16, 128, 400):
         case = Case(num_tokens, 128, num_columns, activation, scale_fmt=scale_fmt, seed=num_columns)
         gate_up = make_gate_up(case, backend.device)
@@ -300,9 +300,7 @@ def inf_in_up_scale(inputs: Inputs) -> None:
 @by_scale
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "two"))
 @pytest.mark.parametrize("name", POISONS)
-def test_special_inputs_stay_in_their_rows_and_blocks(
-    backend: Backend, name: str, fused: bool, scale_fmt: str
-) -> None:
+def test_special_inputs_stay_in_their_rows_and_blocks(backend: Backend, name: str, fused: bool, scale_fmt: str) -> None:
     spoil, touch = POISONS[name]
     case = Case(70, 400, 384, scale_fmt=scale_fmt)
     clean = make_inputs(case, backend.device)

@@ -123,7 +123,7 @@ def test_replays_see_what_the_inputs_hold(card: Backend, fused: bool | None) -> 
     with torch.cuda.graph(graph):
         pair = fold(card, held, fused=fused)
     for inputs, one in zip(contents, wanted, strict=True):
-        for to, source in zip(vars(held).values(), vars(inputs).values(), strict=True):
+        for to, source in zip(held.tensors(), inputs.tensors(), strict=True):
             to.view(torch.uint8).copy_(source.view(torch.uint8))
         for part in pair:
             part.view(torch.uint8).fill_(0x5A)

@@ -21,11 +21,13 @@ float factor_of(i32 exponent) {
 
 // Integers and selects alone, no table and no denormal operand: as fast as the stores on vectors,
 // and right when the process flushes denormals.
+// Indices of the inner loops are their counters alone: a sum of 32-bit ones may wrap under
+// -fno-strict-overflow, which Python's build flags have, and would keep the loops scalar.
 DK_VECTORIZED void decode_e4m3(const u8* codes, const float* factors, i32 num_blocks, float* out) {
-  for (i32 block = 0; block < num_blocks; ++block) {
+  for (i32 block = 0; block < num_blocks; ++block, codes += kMxBlock, out += kMxBlock) {
     const float factor = factors[block];
     for (i32 i = 0; i < kMxBlock; ++i) {
-      const u32 code = codes[block * kMxBlock + i];
+      const u32 code = codes[i];
       const u32 magnitude = code & 0x7f;
       // Rebiased from 7 to 127. A subnormal code is read as 2^-6 more than it is, and that is
       // taken off again; both steps are exact. No conditional: it would keep the loop scalar.
@@ -35,7 +37,7 @@ DK_VECTORIZED void decode_e4m3(const u8* codes, const float* factors, i32 num_bl
       const float excess = std::bit_cast<float>(is_subnormal * (121u << 23));
       const u32 bits =
           std::bit_cast<u32>(std::bit_cast<float>(raised) - excess) | is_nan * kNanBits;
-      out[block * kMxBlock + i] = std::bit_cast<float>(bits | (code & 0x80) << 24) * factor;
+      out[i] = std::bit_cast<float>(bits | (code & 0x80) << 24) * factor;
     }
   }
 }
@@ -46,14 +48,15 @@ DK_VECTORIZED void decode_e2m1(const u8* codes, const float* factors, i32 num_bl
     nibbles[2 * i] = codes[i] & 0xf;
     nibbles[2 * i + 1] = codes[i] >> 4;
   }
-  for (i32 block = 0; block < num_blocks; ++block) {
+  const u8* nibble = nibbles;
+  for (i32 block = 0; block < num_blocks; ++block, nibble += kMxBlock, out += kMxBlock) {
     const float factor = factors[block];
     for (i32 i = 0; i < kMxBlock; ++i) {
-      const u32 code = nibbles[block * kMxBlock + i];
+      const u32 code = nibble[i];
       const u32 magnitude = code & 7;
       const u32 normal = (magnitude << 22) + (126u << 23);  // rebiased from 1 to 127
       const u32 bits = magnitude == 0 ? 0 : magnitude == 1 ? 126u << 23 : normal;
-      out[block * kMxBlock + i] = std::bit_cast<float>(bits | (code & 8) << 28) * factor;
+      out[i] = std::bit_cast<float>(bits | (code & 8) << 28) * factor;
     }
   }
 }

@@ -164,6 +164,12 @@ struct WeightScales {
   DK_DEVICE float at(i32 half, i32 k) const { return ptx::shuffle(value[half], k % 32); }
 };
 
+// The first of the two tokens that a lane of a math warp keeps of tile 0.
+template <auto S>
+DK_DEVICE i32 first_token() {
+  return ptx::warp_index() * 16 + ptx::lane_index() / 4;
+}
+
 // One math warpgroup.
 template <auto S>
 struct Math {
@@ -180,8 +186,10 @@ struct Math {
   u32 x_low;  // descriptor of the group's rows in stage 0
   u32 w_low;
   float sum[128];  // gate, then up: sum[64 h + 4j + 2r + e] is row lane / 4 + 8 r, see wgmma
-  TokenScales token_scales;
+  TokenScales token_scales;  // of the four blocks of k that are being computed, and of the next
+  TokenScales ahead;
   WeightScales weight_scales;
+  float factor[2][2];  // of the coming block's sums: [gate | up][r]
   tile::Ring<S.stages> stages;
 
   DK_DEVICE Math(const BlockScaledArgs& args, Smem<S>& smem, i32 group)
@@ -190,13 +198,26 @@ struct Math {
     w_low = Descriptor::low(ptx::smem_addr(&smem.w[0][0]));
   }
   // The first of the two tokens that the lane keeps of a tile.
-  DK_DEVICE i32 token_of(i32 tile) const {
-    return tile * S.tile_tokens() + group * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
-  }
-  // The scales that a tile begins with: asked for before the epilogue of the one before it.
+  DK_DEVICE i32 token_of(i32 tile) const { return tile * S.tile_tokens() + first_token<S>(); }
+  // The scales that a tile begins with.
   DK_DEVICE void load_first_scales(TileOrder::Tile tile, TileRows rows) {
     token_scales.load(args, token_of(tile.token), 0);
+    ahead.load(args, token_of(tile.token), 4);
     weight_scales.load(args, rows, 0);
+  }
+  // Makes the factors of block k, in order of k, and asks for scales that will be needed.
+  DK_DEVICE void prepare_factors(TileOrder::Tile tile, TileRows rows, i32 k) {
+    if (k > 0 && k % 4 == 0) {
+      token_scales = ahead;
+      ahead.load(args, token_of(tile.token), k + 4);
+      if (k % 32 == 0) weight_scales.load(args, rows, k);
+    }
+    DK_UNROLL
+    for (i32 half = 0; half < 2; ++half) {
+      const float weight = weight_scales.at(half, k);
+      DK_UNROLL
+      for (i32 r = 0; r < 2; ++r) factor[half][r] = token_scales.at(r, k) * weight;
+    }
   }
 
   // Starts the products of the coming stage with the part-th share of the tile's rows of w.
@@ -211,15 +232,15 @@ struct Math {
                            step > 0);
     ptx::wgmma_commit_group();
   }
-  DK_DEVICE void promote(const float (&part)[kPart], i32 index, const float (&factor)[2][2]) {
+  DK_DEVICE void promote(const float (&part)[kPart], i32 index, const float (&by)[2][2]) {
     const i32 half = index * kPart / 64;
     DK_UNROLL
     for (i32 i = 0; i < kPart; ++i)
-      sum[index * kPart + i] = ptx::fma(part[i], factor[half][i / 2 % 2], sum[index * kPart + i]);
+      sum[index * kPart + i] = ptx::fma(part[i], by[half][i / 2 % 2], sum[index * kPart + i]);
   }
-  DK_DEVICE void release_stage() const {
+  static DK_DEVICE void release(u32 drained) {
     ptx::sync_warp();
-    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.drained[stages.slot]));
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(drained);
   }
 
   static constexpr i32 kAhead = S.token_groups == 1 ? 2 : 1;  // parts in flight
@@ -228,83 +249,88 @@ struct Math {
   DK_DEVICE void wait_for_stage() const {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.filled[stages.slot]), stages.parity);
   }
-  // The first parts of the coming stage.
+  // The first parts of the coming stage, which has been waited for.
   DK_DEVICE void start_block(Parts& part) const {
-    wait_for_stage();
     DK_UNROLL
     for (i32 i = 0; i < kAhead; ++i) start(part[i], i);
   }
-  // The rest of it.
-  DK_DEVICE void finish_block(Parts& part, i32 k) {
-    float factor[2][2];
-    DK_UNROLL
-    for (i32 half = 0; half < 2; ++half) {
-      const float weight = weight_scales.at(half, k);
-      DK_UNROLL
-      for (i32 r = 0; r < 2; ++r) factor[half][r] = token_scales.at(r, k) * weight;
-    }
+  // The rest of block k, whose factors are made. What the next block needs is done while the tensor
+  // cores work on the last parts of this one: between the blocks they would wait for it. So is
+  // meanwhile().
+  template <class Meanwhile>
+  DK_DEVICE void finish_block(Parts& part, TileOrder::Tile tile, TileRows rows, i32 k,
+                              Meanwhile&& meanwhile) {
+    const float by[2][2] = {{factor[0][0], factor[0][1]}, {factor[1][0], factor[1][1]}};
+    const u32 drained = ptx::smem_addr(&smem.drained[stages.slot]);
     DK_UNROLL
     for (i32 i = 0; i < kParts; ++i) {
+      if (i == kParts - kAhead) {
+        meanwhile();
+        stages.next();
+        if (k + 1 < ceil_div(args.k, kScaleBlock)) {
+          prepare_factors(tile, rows, k + 1);
+          wait_for_stage();
+        }
+      }
       float(&done)[kPart] = part[i % kAhead];
       if (i + kAhead <= kParts)
         ptx::wgmma_wait_group<kAhead - 1>(done);
       else
         ptx::wgmma_wait_group<0>(done);
-      if (i == kParts - 1) release_stage();
-      promote(done, i, factor);
+      if (i == kParts - 1) release(drained);
+      promote(done, i, by);
       if (i + kAhead < kParts) start(done, i + kAhead);
     }
-    stages.next();
   }
 
-  // The k blocks [begin, num_k) of a tile; those before have been added.
+  // The k blocks [begin, num_k) of a tile, the first of which is waited for; those before have been
+  // added.
   DK_DEVICE void accumulate(TileOrder::Tile tile, TileRows rows, i32 begin) {
     const i32 num_k = ceil_div(args.k, kScaleBlock);
-    const i32 token = token_of(tile.token);
-    TokenScales next = token_scales;
-    if (num_k > 4) next.load(args, token, 4);
     DK_NO_UNROLL
     for (i32 k = begin; k < num_k; ++k) {
-      if (k > 0 && k % 4 == 0) {
-        token_scales = next;
-        if (k + 4 < num_k) next.load(args, token, k + 4);
-        if (k % 32 == 0) weight_scales.load(args, rows, k);
-      }
       Parts part;
       start_block(part);
-      finish_block(part, k);
+      finish_block(part, tile, rows, k, [] {});
     }
   }
   DK_DEVICE void clear() {
     DK_UNROLL
     for (i32 i = 0; i < 128; ++i) sum[i] = 0.0f;
   }
+  // What accumulate expects of block 0.
+  DK_DEVICE void begin(TileOrder::Tile tile, TileRows rows) {
+    load_first_scales(tile, rows);
+    clear();
+    prepare_factors(tile, rows, 0);
+    wait_for_stage();
+  }
 };
 
-// The tiles of a block one after the other. finish(math, tile) is the epilogue.
-template <auto S, class ScaleRowsOf, class Finish>
+// The tiles of a block one after the other. An epilogue has two halves: collect(math, tile) takes
+// what it needs out of the sums, store(collected, tile) does the rest.
+template <auto S, class ScaleRowsOf, class Epilogue>
 DK_DEVICE void math_role(Math<S>& math, const TileOrder& order, ScaleRowsOf&& rows_of,
-                         Finish&& finish) {
+                         const Epilogue& epilogue) {
   DK_NO_UNROLL
   for (i32 index = ptx::block_index(); index < order.count(); index += ptx::num_blocks()) {
     const TileOrder::Tile tile = order.at(index);
     const TileRows rows = rows_of(tile.block);
-    math.load_first_scales(tile, rows);
-    math.clear();
+    math.begin(tile, rows);
     math.accumulate(tile, rows, 0);
-    finish(math, tile);
+    epilogue.store(epilogue.collect(math, tile), tile);
   }
 }
-// The same where the epilogue is long: the first wgmma of a tile run under that of the tile before.
-// They must not cross the end of the loop, where ptxas would wait for them.
-template <auto S, class ScaleRowsOf, class Finish>
+// The same where the epilogue is long: the first wgmma of a tile run under that of the tile before,
+// the first parts while it collects, the last ones while it stores. They must not cross the end of
+// the loop, where ptxas would wait for them.
+template <auto S, class ScaleRowsOf, class Epilogue>
 DK_DEVICE void overlapping_math_role(Math<S>& math, const TileOrder& order, ScaleRowsOf&& rows_of,
-                                     Finish&& finish) {
+                                     const Epilogue& epilogue) {
   i32 index = ptx::block_index();
   if (index >= order.count()) return;
   TileOrder::Tile tile = order.at(index);
-  math.load_first_scales(tile, rows_of(tile.block));
-  math.clear();
+  math.begin(tile, rows_of(tile.block));
   math.accumulate(tile, rows_of(tile.block), 0);
   DK_NO_UNROLL
   for (index += ptx::num_blocks(); index < order.count(); index += ptx::num_blocks()) {
@@ -313,20 +339,22 @@ DK_DEVICE void overlapping_math_role(Math<S>& math, const TileOrder& order, Scal
     const TileRows rows = rows_of(tile.block);
     math.load_first_scales(tile, rows);
     typename Math<S>::Parts part;
+    math.wait_for_stage();
     math.start_block(part);
-    finish(math, done);
+    const auto collected = epilogue.collect(math, done);
     math.clear();
-    math.finish_block(part, 0);
+    math.prepare_factors(tile, rows, 0);
+    math.finish_block(part, tile, rows, 0, [&] { epilogue.store(collected, done); });
     math.accumulate(tile, rows, 1);
   }
-  finish(math, tile);
+  epilogue.store(epilogue.collect(math, tile), tile);
 }
 
 // The whole kernel. rows_of(block): which rows of w a tile takes, and their scales' rows by
-// scale_rows_of; finish(math, tile): the epilogue.
-template <auto S, bool kOverlaps, class Maps, class RowsOf, class ScaleRowsOf, class Finish>
+// scale_rows_of; the epilogue: see math_role.
+template <auto S, bool kOverlaps, class Maps, class RowsOf, class ScaleRowsOf, class Epilogue>
 DK_DEVICE void run(const BlockScaledArgs& args, const Maps& maps, i32 blocks, bool permuted,
-                   RowsOf&& rows_of, ScaleRowsOf&& scale_rows_of, Finish&& finish) {
+                   RowsOf&& rows_of, ScaleRowsOf&& scale_rows_of, const Epilogue& epilogue) {
   static_assert(S.invalid() == nullptr);
   static_assert(sizeof(Smem<S>) <= S.smem_bytes());
   using Registers = RoleRegisters<S>;
@@ -353,9 +381,9 @@ DK_DEVICE void run(const BlockScaledArgs& args, const Maps& maps, i32 blocks, bo
   ptx::role("math");
   Math<S> math(args, smem, warp / 4);
   if constexpr (kOverlaps)
-    overlapping_math_role(math, order, scale_rows_of, finish);
+    overlapping_math_role(math, order, scale_rows_of, epilogue);
   else
-    math_role(math, order, scale_rows_of, finish);
+    math_role(math, order, scale_rows_of, epilogue);
 }
 
 }  // namespace deep_kernels::fold_sm90
