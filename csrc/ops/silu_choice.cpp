@@ -51,8 +51,8 @@ std::optional<std::size_t> forced(const char* variable, const std::vector<std::s
   if (!text) return std::nullopt;
   const auto found = std::find(words.begin(), words.end(), *text);
   if (found == words.end())
-    throw ValueError(fmt::format("{} must be one of {}, got '{}'", variable,
-                                 fmt::join(words, ", "), *text));
+    throw ValueError(
+        fmt::format("{} must be one of {}, got '{}'", variable, fmt::join(words, ", "), *text));
   return found - words.begin();
 }
 

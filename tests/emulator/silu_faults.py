@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from silu_cases import Case
 
@@ -24,6 +25,9 @@ _ONE_STAGE = Variant("sm89", 32, "interleaved", 1)
 _TWO_PASS = Variant("sm89", 64, "two_pass")
 _LARGE = Variant("sm89", 128, "interleaved")
 
+# Several tiles of tokens and of columns, all of them cut off.
+_BASE = Case(num_tokens=139, k=400, num_columns=272, layout="strided", out=True)
+
 
 @dataclass(frozen=True)
 class SiluFault(Fault):
@@ -31,14 +35,14 @@ class SiluFault(Fault):
 
     op: str = "fold"
     variant: Variant = _PLAIN
-    silu: Case = Case(num_tokens=139, k=400, num_columns=272, layout="strided", out=True)
+    silu: Case = _BASE
 
 
 def _fault(
     name: str, kinds: str, edits: tuple[Edit, ...], words: tuple[str, ...] = (), op: str = "fold",
-    variant: Variant = _PLAIN, **case: object,
+    variant: Variant = _PLAIN, **changes: Any,
 ) -> SiluFault:  # fmt: skip
-    silu = Case(**{"num_tokens": 139, "k": 400, "num_columns": 272, "layout": "strided", "out": True, **case})  # type: ignore[arg-type]
+    silu = replace(_BASE, **changes)
     return SiluFault(name, "sm89", edits, tuple(kinds.split()), words, op=op, variant=variant, silu=silu)
 
 
@@ -50,7 +54,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "a stage is loaded while it is read", "pending-async uninitialized race",
-        (Edit(LOOP, "        ptx::sync_threads();  // the stage is there for all", "        // the stage is there for all"),),
+        (Edit(LOOP, "        ptx::sync_threads();  // the stage is there", "        // the stage is there"),),
     ),
     _fault(
         "the only stage is loaded while it is read", "pending-async race",

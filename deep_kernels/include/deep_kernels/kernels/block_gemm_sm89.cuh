@@ -13,8 +13,7 @@ using namespace block_scaled_sm89;
 
 // Octets that are summed at a time: what the largest tile has registers for.
 template <BlockGemmSpec S>
-inline constexpr i32 kPassOctets =
-    S.token_groups == 4 && S.out_dtype == DType::float32 ? 4 : 8;
+inline constexpr i32 kPassOctets = S.token_groups == 4 && S.out_dtype == DType::float32 ? 4 : 8;
 template <BlockGemmSpec S>
 using GemmShape = Shape<S.tile_tokens(), 2, kPassOctets<S>>;
 
@@ -91,11 +90,9 @@ struct Finish {
   }
   DK_DEVICE void run(const Sums<Shape>& sums) const {
     DK_UNROLL
-    for (i32 half = 0; half < 2; ++half)
-      DK_UNROLL
-      for (i32 group = 0; group < Shape::kGroups; ++group)
-        DK_UNROLL
-        for (i32 row = 0; row < 4; ++row) store(sums, half, group, row);
+    for (i32 half = 0; half < 2; ++half) DK_UNROLL
+    for (i32 group = 0; group < Shape::kGroups; ++group) DK_UNROLL
+    for (i32 row = 0; row < 4; ++row) store(sums, half, group, row);
   }
 };
 
