@@ -87,11 +87,9 @@ struct Finish {
   }
   DK_DEVICE void run(const Sums<Shape>& sums) const {
     DK_UNROLL
-    for (i32 half = 0; half < 2; ++half)
-      DK_UNROLL
-      for (i32 group = 0; group < Shape::kGroups; ++group)
-        DK_UNROLL
-        for (i32 row = 0; row < 4; ++row) store(sums, half, group, row);
+    for (i32 half = 0; half < 2; ++half) DK_UNROLL
+    for (i32 group = 0; group < Shape::kGroups; ++group) DK_UNROLL
+    for (i32 row = 0; row < 4; ++row) store(sums, half, group, row);
   }
 };
 

@@ -28,12 +28,13 @@ struct Shape {
   static constexpr i32 kHalves = kTileHalves;  // of columns, 128 each
   static constexpr i32 kTokenWarps = kTileTokens / kWarpTokens;
   static constexpr i32 kColumnWarps = kThreads / 32 / kTokenWarps;
-  static constexpr i32 kWarpColumns = kScaleBlock / kColumnWarps;     // of each half
-  static constexpr i32 kOctets = kWarpColumns / 8;                    // of each half
-  static constexpr i32 kGroupOctets = min_of(4, kOctets);             // whose columns are permuted
-  static constexpr i32 kGroups = kOctets / kGroupOctets;              // of each half
-  static constexpr i32 kLaneColumns = 2 * kGroupOctets;               // neighbours, of a group
-  static constexpr i32 kPassOctets = min_of(kMostPassOctets, kTileHalves * kOctets);  // summed at a time
+  static constexpr i32 kWarpColumns = kScaleBlock / kColumnWarps;  // of each half
+  static constexpr i32 kOctets = kWarpColumns / 8;                 // of each half
+  static constexpr i32 kGroupOctets = min_of(4, kOctets);          // whose columns are permuted
+  static constexpr i32 kGroups = kOctets / kGroupOctets;           // of each half
+  static constexpr i32 kLaneColumns = 2 * kGroupOctets;            // neighbours, of a group
+  static constexpr i32 kPassOctets =
+      min_of(kMostPassOctets, kTileHalves* kOctets);  // summed at a time
   static constexpr i32 kPasses = kTileHalves * kOctets / kPassOctets;
   static_assert(kTokenWarps * kColumnWarps * 32 == kThreads && kOctets % 2 == 0);
 
@@ -105,9 +106,8 @@ struct Sums {
 
   DK_DEVICE void clear() {
     DK_UNROLL
-    for (i32 i = 0; i < Shape::kHalves * Shape::kOctets; ++i)
-      DK_UNROLL
-      for (i32 j = 0; j < 8; ++j) value[i][j / 4][j % 4] = 0.0f;
+    for (i32 i = 0; i < Shape::kHalves * Shape::kOctets; ++i) DK_UNROLL
+    for (i32 j = 0; j < 8; ++j) value[i][j / 4][j % 4] = 0.0f;
   }
   // Two neighbouring columns, see Shape::token and Shape::column.
   DK_DEVICE void pair(float (&columns)[2], i32 half, i32 octet, i32 row) const {
@@ -122,7 +122,7 @@ struct Sums {
 // Of these a block takes every num_blocks()th run of Work::kUnitsPerTile.
 template <class Shape, i32 kStages, class Work>
 struct Multiplier {
-  static constexpr i32 kAhead = kStages - 1;  // stages that are loaded ahead
+  static constexpr i32 kAhead = kStages - 1;    // stages that are loaded ahead
   static_assert(kStages == 1 || kStages == 2);  // a thread carries one scale
 
   // What a thread copies: 16 bytes of k of every 32nd row.
@@ -308,8 +308,8 @@ struct Multiplier {
       DK_UNROLL
       for (i32 i = 0; i < 8; ++i) {
         float& sum = sums.value[of_tile][i / 4][i % 4];
-        sum = ptx::fma(part[octet][i / 4][i % 4], of_token[i / 2] * of_half[of_tile / Shape::kOctets],
-                       sum);
+        sum = ptx::fma(part[octet][i / 4][i % 4],
+                       of_token[i / 2] * of_half[of_tile / Shape::kOctets], sum);
       }
     }
   }

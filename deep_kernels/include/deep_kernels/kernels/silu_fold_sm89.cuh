@@ -114,13 +114,12 @@ struct Finish {
   }
   DK_DEVICE void keep_gate(const Sums<Shape>& sums) const {
     DK_UNROLL
-    for (i32 row = 0; row < 4; ++row)
-      DK_UNROLL
-      for (i32 octet = 0; octet < Shape::kOctets; ++octet) {
-        float pair[2];
-        activated(pair, sums, octet, row);
-        smem.gate.store(row * Shape::kOctets + octet, pair);
-      }
+    for (i32 row = 0; row < 4; ++row) DK_UNROLL
+    for (i32 octet = 0; octet < Shape::kOctets; ++octet) {
+      float pair[2];
+      activated(pair, sums, octet, row);
+      smem.gate.store(row * Shape::kOctets + octet, pair);
+    }
   }
   DK_DEVICE Products product(const Sums<Shape>& sums, i32 octet, i32 row) const {
     float gate[2];
@@ -148,8 +147,8 @@ struct Finish {
     float greatest = 0.0f;
     DK_UNROLL
     for (i32 warp = 0; warp < Shape::kColumnWarps; ++warp)
-      greatest = ptx::max_nan(greatest, ptx::load_shared_f32(ptx::smem_addr(
-                                            &smem.maximum[Shape::token(row)][warp])));
+      greatest = ptx::max_nan(
+          greatest, ptx::load_shared_f32(ptx::smem_addr(&smem.maximum[Shape::token(row)][warp])));
     return greatest;
   }
 
@@ -175,7 +174,7 @@ struct Finish {
     DK_UNROLL
     for (i32 group = 0; group < Shape::kGroups; ++group)
       if (has_columns(group))
-store_codes(args.y + token * args.y_stride + column(group), products, inverse, group);
+        store_codes(args.y + token * args.y_stride + column(group), products, inverse, group);
   }
 
   DK_DEVICE void run(const Sums<Shape>& sums) const {

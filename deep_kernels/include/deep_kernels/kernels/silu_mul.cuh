@@ -33,9 +33,9 @@ struct BlockPart {
     }
     DK_UNROLL
     for (i32 i = 0; i < kLaneColumns / 2; ++i)
-      products[i] = gated<S.activation, Rounding::bfloat16>(
-          {low_bf16(gate[i]), high_bf16(gate[i])}, {low_bf16(up[i]), high_bf16(up[i])},
-          args.activation);
+      products[i] = gated<S.activation, Rounding::bfloat16>({low_bf16(gate[i]), high_bf16(gate[i])},
+                                                            {low_bf16(up[i]), high_bf16(up[i])},
+                                                            args.activation);
   }
   // Converged. 0 where nothing is present.
   static DK_DEVICE float block_maximum(const Pair (&products)[kLaneColumns / 2]) {
@@ -78,8 +78,7 @@ DK_DEVICE void silu_mul(const SiluMulArgs& args) {
     const u32 index = static_cast<u32>(first + in_pass);  // no tensor has 2^32 blocks
     const i64 token = index / blocks;
     const i64 block = index % blocks;
-    const i64 column =
-        block * kScaleBlock + ptx::lane_index() % kBlockLanes * kLaneColumns;
+    const i64 column = block * kScaleBlock + ptx::lane_index() % kBlockLanes * kLaneColumns;
     const BlockPart<S> part{args, token, block, column,
                             token < args.num_tokens && column < args.num_columns};
     typename BlockPart<S>::Pair products[kLaneColumns / 2];
