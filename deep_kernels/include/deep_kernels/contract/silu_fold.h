@@ -172,8 +172,13 @@ struct SiluFoldSpec {
     return fold_smem_bytes(backend, token_groups, stages, algorithm);
   }
   static constexpr i32 spill_limit_bytes() { return 0; }
-  // A first tile's loop, and of others a first block and a loop.
-  constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups, 3); }
+  // Whether a tile's first wgmma run under the epilogue of the one before. A warpgroup that is
+  // alone rarely has a second tile; products that are not rounded leave no registers for it.
+  constexpr bool overlaps() const { return token_groups == 2 && rounding == Rounding::bfloat16; }
+  // Overlapping: a first tile's loop, and of others a first block and a loop.
+  constexpr i32 num_wgmma() const {
+    return fold_num_wgmma(backend, token_groups, overlaps() ? 3 : 1);
+  }
   constexpr i32 grid(const SiluFoldArgs& args, i32 num_sms) const {
     const i32 blocks = ceil_div(args.num_columns, kScaleBlock);
     return static_cast<i32>(

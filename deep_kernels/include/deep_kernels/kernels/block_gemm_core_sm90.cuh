@@ -164,6 +164,12 @@ struct WeightScales {
   DK_DEVICE float at(i32 half, i32 k) const { return ptx::shuffle(value[half], k % 32); }
 };
 
+// The first of the two tokens that a lane of a math warp keeps of tile 0.
+template <auto S>
+DK_DEVICE i32 first_token() {
+  return ptx::warp_index() * 16 + ptx::lane_index() / 4;
+}
+
 // One math warpgroup.
 template <auto S>
 struct Math {
@@ -192,9 +198,7 @@ struct Math {
     w_low = Descriptor::low(ptx::smem_addr(&smem.w[0][0]));
   }
   // The first of the two tokens that the lane keeps of a tile.
-  DK_DEVICE i32 token_of(i32 tile) const {
-    return tile * S.tile_tokens() + group * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
-  }
+  DK_DEVICE i32 token_of(i32 tile) const { return tile * S.tile_tokens() + first_token<S>(); }
   // The scales that a tile begins with.
   DK_DEVICE void load_first_scales(TileOrder::Tile tile, TileRows rows) {
     token_scales.load(args, token_of(tile.token), 0);
@@ -251,13 +255,17 @@ struct Math {
     for (i32 i = 0; i < kAhead; ++i) start(part[i], i);
   }
   // The rest of block k, whose factors are made. What the next block needs is done while the tensor
-  // cores work on the last parts of this one: between the blocks they would wait for it.
-  DK_DEVICE void finish_block(Parts& part, TileOrder::Tile tile, TileRows rows, i32 k) {
+  // cores work on the last parts of this one: between the blocks they would wait for it. So is
+  // meanwhile().
+  template <class Meanwhile>
+  DK_DEVICE void finish_block(Parts& part, TileOrder::Tile tile, TileRows rows, i32 k,
+                              Meanwhile&& meanwhile) {
     const float by[2][2] = {{factor[0][0], factor[0][1]}, {factor[1][0], factor[1][1]}};
     const u32 drained = ptx::smem_addr(&smem.drained[stages.slot]);
     DK_UNROLL
     for (i32 i = 0; i < kParts; ++i) {
       if (i == kParts - kAhead) {
+        meanwhile();
         stages.next();
         if (k + 1 < ceil_div(args.k, kScaleBlock)) {
           prepare_factors(tile, rows, k + 1);
@@ -283,7 +291,7 @@ struct Math {
     for (i32 k = begin; k < num_k; ++k) {
       Parts part;
       start_block(part);
-      finish_block(part, tile, rows, k);
+      finish_block(part, tile, rows, k, [] {});
     }
   }
   DK_DEVICE void clear() {
@@ -299,24 +307,26 @@ struct Math {
   }
 };
 
-// The tiles of a block one after the other. finish(math, tile) is the epilogue.
-template <auto S, class ScaleRowsOf, class Finish>
+// The tiles of a block one after the other. An epilogue has two halves: collect(math, tile) takes
+// what it needs out of the sums, store(collected, tile) does the rest.
+template <auto S, class ScaleRowsOf, class Epilogue>
 DK_DEVICE void math_role(Math<S>& math, const TileOrder& order, ScaleRowsOf&& rows_of,
-                         Finish&& finish) {
+                         const Epilogue& epilogue) {
   DK_NO_UNROLL
   for (i32 index = ptx::block_index(); index < order.count(); index += ptx::num_blocks()) {
     const TileOrder::Tile tile = order.at(index);
     const TileRows rows = rows_of(tile.block);
     math.begin(tile, rows);
     math.accumulate(tile, rows, 0);
-    finish(math, tile);
+    epilogue.store(epilogue.collect(math, tile), tile);
   }
 }
-// The same where the epilogue is long: the first wgmma of a tile run under that of the tile before.
-// They must not cross the end of the loop, where ptxas would wait for them.
-template <auto S, class ScaleRowsOf, class Finish>
+// The same where the epilogue is long: the first wgmma of a tile run under that of the tile before,
+// the first parts while it collects, the last ones while it stores. They must not cross the end of
+// the loop, where ptxas would wait for them.
+template <auto S, class ScaleRowsOf, class Epilogue>
 DK_DEVICE void overlapping_math_role(Math<S>& math, const TileOrder& order, ScaleRowsOf&& rows_of,
-                                     Finish&& finish) {
+                                     const Epilogue& epilogue) {
   i32 index = ptx::block_index();
   if (index >= order.count()) return;
   TileOrder::Tile tile = order.at(index);
@@ -331,20 +341,20 @@ DK_DEVICE void overlapping_math_role(Math<S>& math, const TileOrder& order, Scal
     typename Math<S>::Parts part;
     math.wait_for_stage();
     math.start_block(part);
-    finish(math, done);
+    const auto collected = epilogue.collect(math, done);
     math.clear();
     math.prepare_factors(tile, rows, 0);
-    math.finish_block(part, tile, rows, 0);
+    math.finish_block(part, tile, rows, 0, [&] { epilogue.store(collected, done); });
     math.accumulate(tile, rows, 1);
   }
-  finish(math, tile);
+  epilogue.store(epilogue.collect(math, tile), tile);
 }
 
 // The whole kernel. rows_of(block): which rows of w a tile takes, and their scales' rows by
-// scale_rows_of; finish(math, tile): the epilogue.
-template <auto S, bool kOverlaps, class Maps, class RowsOf, class ScaleRowsOf, class Finish>
+// scale_rows_of; the epilogue: see math_role.
+template <auto S, bool kOverlaps, class Maps, class RowsOf, class ScaleRowsOf, class Epilogue>
 DK_DEVICE void run(const BlockScaledArgs& args, const Maps& maps, i32 blocks, bool permuted,
-                   RowsOf&& rows_of, ScaleRowsOf&& scale_rows_of, Finish&& finish) {
+                   RowsOf&& rows_of, ScaleRowsOf&& scale_rows_of, const Epilogue& epilogue) {
   static_assert(S.invalid() == nullptr);
   static_assert(sizeof(Smem<S>) <= S.smem_bytes());
   using Registers = RoleRegisters<S>;
@@ -371,9 +381,9 @@ DK_DEVICE void run(const BlockScaledArgs& args, const Maps& maps, i32 blocks, bo
   ptx::role("math");
   Math<S> math(args, smem, warp / 4);
   if constexpr (kOverlaps)
-    overlapping_math_role(math, order, scale_rows_of, finish);
+    overlapping_math_role(math, order, scale_rows_of, epilogue);
   else
-    math_role(math, order, scale_rows_of, finish);
+    math_role(math, order, scale_rows_of, epilogue);
 }
 
 }  // namespace deep_kernels::fold_sm90

@@ -35,48 +35,63 @@ DK_DEVICE void store_codes(const SiluFoldArgs& args, const LaneCodes& codes, i32
   }
 }
 
-// Activation, scales and codes of the lane's two rows, `token` and 8 further, side by side: each
-// waits for its maximum.
+// The products of the lane's two rows, and the greatest magnitude of each row's block.
 template <SiluFoldSpec S>
-DK_DEVICE void finish_rows(const SiluFoldArgs& args, const float (&sum)[128], i32 token, i32 block,
-                           bool permuted) {
-  using Scale = fold::BlockScale<S.scale_format>;
+struct LaneProducts {
   fold::Products<S.rounding> products[2][16];
   float amax[2];
-  DK_UNROLL
-  for (i32 r = 0; r < 2; ++r) {
-    fold::Maximum<S.rounding> maximum;
+};
+
+template <SiluFoldSpec S>
+struct FoldEpilogue {
+  const SiluFoldArgs& args;
+  i32 first_token;  // of the lane in tile 0
+  bool permuted;
+
+  DK_DEVICE LaneProducts<S> collect(const Math<S>& math, TileOrder::Tile) const {
+    LaneProducts<S> lane;
     DK_UNROLL
-    for (i32 j = 0; j < 16; ++j) {
-      const float gate[2] = {sum[4 * j + 2 * r], sum[4 * j + 2 * r + 1]};
-      const float up[2] = {sum[64 + 4 * j + 2 * r], sum[64 + 4 * j + 2 * r + 1]};
-      products[r][j] = fold::gated<S.activation, S.rounding>(gate, up, args.activation);
-      maximum.add(products[r][j]);
+    for (i32 r = 0; r < 2; ++r) {
+      fold::Maximum<S.rounding> maximum;
+      DK_UNROLL
+      for (i32 j = 0; j < 16; ++j) {
+        const float* sum = math.sum + 4 * j + 2 * r;
+        const float gate[2] = {sum[0], sum[1]};
+        const float up[2] = {sum[64], sum[65]};
+        lane.products[r][j] = fold::gated<S.activation, S.rounding>(gate, up, args.activation);
+        maximum.add(lane.products[r][j]);
+      }
+      lane.amax[r] = maximum.value();
     }
-    amax[r] = maximum.value();
+    return lane;
   }
-  DK_UNROLL
-  for (i32 lanes = 1; lanes < 4; lanes *= 2) {
+  // Scales and codes. Converged.
+  DK_DEVICE void store(const LaneProducts<S>& lane, TileOrder::Tile tile) const {
+    using Scale = fold::BlockScale<S.scale_format>;
+    float amax[2] = {lane.amax[0], lane.amax[1]};
     DK_UNROLL
-    for (i32 r = 0; r < 2; ++r) amax[r] = ptx::max_nan(amax[r], ptx::shuffle_xor(amax[r], lanes));
-  }
-  DK_UNROLL
-  for (i32 r = 0; r < 2; ++r) {
-    const Scale scale = Scale::of(amax[r]);
-    const float inverse = scale.inverse();
-    LaneCodes codes;
+    for (i32 lanes = 1; lanes < 4; lanes *= 2) {
+      DK_UNROLL
+      for (i32 r = 0; r < 2; ++r) amax[r] = ptx::max_nan(amax[r], ptx::shuffle_xor(amax[r], lanes));
+    }
     DK_UNROLL
-    for (i32 i = 0; i < 8; ++i)
-      codes.word[i] = fold::codes_of(products[r][2 * i], inverse) |
-                      fold::codes_of(products[r][2 * i + 1], inverse) << 16;
-    const i32 row = token + 8 * r;
-    if (row >= args.gemm.num_tokens) continue;
-    store_codes(args, codes, row, block * kScaleBlock, permuted);
-    if (ptx::lane_index() % 4 == 0)
-      scale.store(args.y_scale,
-                  row * args.y_scale_token_stride + block * args.y_scale_block_stride);
+    for (i32 r = 0; r < 2; ++r) {
+      const Scale scale = Scale::of(amax[r]);
+      const float inverse = scale.inverse();
+      LaneCodes codes;
+      DK_UNROLL
+      for (i32 i = 0; i < 8; ++i)
+        codes.word[i] = fold::codes_of(lane.products[r][2 * i], inverse) |
+                        fold::codes_of(lane.products[r][2 * i + 1], inverse) << 16;
+      const i32 row = first_token + tile.token * S.tile_tokens() + 8 * r;
+      if (row >= args.gemm.num_tokens) continue;
+      store_codes(args, codes, row, tile.block * kScaleBlock, permuted);
+      if (ptx::lane_index() % 4 == 0)
+        scale.store(args.y_scale,
+                    row * args.y_scale_token_stride + tile.block * args.y_scale_block_stride);
+    }
   }
-}
+};
 
 }  // namespace deep_kernels::fold_sm90
 
@@ -87,12 +102,10 @@ DK_DEVICE void silu_fold_sm90(const SiluFoldArgs& args, const Maps& maps) {
   using namespace fold_sm90;
   const i32 blocks = ceil_div(args.num_columns, kScaleBlock);
   const bool permuted = weight_rows_permuted(args.num_columns);
-  run<S, true>(
+  run<S, S.overlaps()>(
       args.gemm, maps, blocks, permuted, [](i32 block) { return TileRows{block, block}; },
       [&](i32 block) { return TileRows{block, blocks + block}; },
-      [&](const Math<S>& math, TileOrder::Tile tile) {
-        finish_rows<S>(args, math.sum, math.token_of(tile.token), tile.block, permuted);
-      });
+      FoldEpilogue<S>{args, first_token<S>(), permuted});
 }
 
 }  // namespace deep_kernels
