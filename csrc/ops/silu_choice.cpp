@@ -51,8 +51,8 @@ std::optional<std::size_t> forced(const char* variable, const std::vector<std::s
   if (!text) return std::nullopt;
   const auto found = std::find(words.begin(), words.end(), *text);
   if (found == words.end())
-    throw ValueError(fmt::format("{} must be one of {}, got '{}'", variable,
-                                 fmt::join(words, ", "), *text));
+    throw ValueError(
+        fmt::format("{} must be one of {}, got '{}'", variable, fmt::join(words, ", "), *text));
   return found - words.begin();
 }
 
@@ -87,7 +87,7 @@ struct TileCost {
   u8 token_groups;
   i64 instructions;
 };
-constexpr TileCost kTileCosts[] = {{1, 495}, {2, 726}, {4, 1346}};
+constexpr TileCost kTileCosts[] = {{1, 534}, {2, 755}, {4, 1324}};
 
 // Of the tiles whose rounds over the card take least the largest one.
 u8 choose_sm89_token_groups(const GemmSizes& sizes, i64 num_blocks) {

@@ -11,8 +11,11 @@ namespace deep_kernels::block_gemm_sm89_parts {
 
 using namespace block_scaled_sm89;
 
+// Octets that are summed at a time: what the largest tile has registers for.
 template <BlockGemmSpec S>
-using GemmShape = Shape<S.tile_tokens(), 2>;
+inline constexpr i32 kPassOctets = S.token_groups == 4 && S.out_dtype == DType::float32 ? 4 : 8;
+template <BlockGemmSpec S>
+using GemmShape = Shape<S.tile_tokens(), 2, kPassOctets<S>>;
 
 template <BlockGemmSpec S>
 struct GemmWork {

@@ -25,13 +25,14 @@ template <i32 kRowBytes>
 DK_DEVICE void load_b_fragments(u32 (&b)[2][2], u32 rows, i32 step) {
   const i32 lane = ptx::lane_index();
   u32 both[4];
-  ptx::ldmatrix_x4(both, rows + swizzled_offset<kRowBytes>(lane % 8 + lane / 16 * 8,
-                                                           2 * step + lane / 8 % 2));
+  ptx::ldmatrix_x4(
+      both, rows + swizzled_offset<kRowBytes>(lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2));
   b[0][0] = both[0], b[0][1] = both[1];
   b[1][0] = both[2], b[1][1] = both[3];
 }
 
-// As load_b_fragment, with all k-steps of 8 rows at once: what depends on the lane alone is computed once.
+// As load_b_fragment, with all k-steps of 8 rows at once: what depends on the lane alone is
+// computed once.
 template <i32 kRowBytes>
 struct RowsAsB {
   static constexpr i32 kSteps = kRowBytes / 32;

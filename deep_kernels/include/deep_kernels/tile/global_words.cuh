@@ -13,8 +13,8 @@ DK_DEVICE void store_words(Element* to, const u32 (&words)[kWords]) {
   if (ptx::bytes_to_aligned(to, 4 * min_of(kWords, 4)) != 0) {
     DK_UNROLL
     for (i32 i = 0; i < kPerWord * kWords; ++i)
-      ptx::store_global(
-          to + i, static_cast<Element>(words[i / kPerWord] >> 8 * sizeof(Element) * (i % kPerWord)));
+      ptx::store_global(to + i, static_cast<Element>(words[i / kPerWord] >>
+                                                     8 * sizeof(Element) * (i % kPerWord)));
   } else if constexpr (kWords == 1) {
     ptx::store_global_x1(to, words[0]);
   } else if constexpr (kWords == 2) {

@@ -1,0 +1,221 @@
+"""Faults that are put into copies of the FP8 prefill MLP's kernels: the emulator or the oracle must see each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from silu_cases import Case
+
+from .faults import Edit, Fault
+from .silu_variants import Variant
+
+LOOP = "kernels/block_scaled_sm89.cuh"
+FOLD = "kernels/silu_fold_sm89.cuh"
+GEMM = "kernels/block_gemm_sm89.cuh"
+MUL = "kernels/silu_mul.cuh"
+MATH = "kernels/silu_math.cuh"
+MMA = "tile/e4m3_mma.cuh"
+
+WRONG = "wrong"  # no fault of the machine: the oracle sees it
+
+_PLAIN = Variant("sm89", 64, "interleaved")
+_SMALL = Variant("sm89", 32, "interleaved", 2)
+_ONE_STAGE = Variant("sm89", 32, "interleaved", 1)
+_TWO_PASS = Variant("sm89", 64, "two_pass")
+_LARGE = Variant("sm89", 128, "interleaved")
+
+# Several tiles of tokens and of columns, all of them cut off.
+_BASE = Case(num_tokens=139, k=400, num_columns=272, layout="strided", out=True)
+
+
+@dataclass(frozen=True)
+class SiluFault(Fault):
+    """A mistake, and the call that meets it: `op` is fold, gemm or mul."""
+
+    op: str = "fold"
+    variant: Variant = _PLAIN
+    silu: Case = _BASE
+
+
+def _fault(
+    name: str, kinds: str, edits: tuple[Edit, ...], words: tuple[str, ...] = (), op: str = "fold",
+    variant: Variant = _PLAIN, **changes: Any,
+) -> SiluFault:  # fmt: skip
+    silu = replace(_BASE, **changes)
+    return SiluFault(name, "sm89", edits, tuple(kinds.split()), words, op=op, variant=variant, silu=silu)
+
+
+SILU_FAULTS = [
+    # --- barriers and waits that are missing
+    _fault(
+        "copies that nobody waits for", "pending-async uninitialized race",
+        (Edit(LOOP, "        ptx::cp_async_wait_group<kAhead - 1>();\n", ""),), ("stage",),
+    ),
+    _fault(
+        "a stage is loaded while it is read", "pending-async uninitialized race",
+        (Edit(LOOP, "        ptx::sync_threads();  // the stage is there", "        // the stage is there"),),
+    ),
+    _fault(
+        "the only stage is loaded while it is read", "pending-async race",
+        (Edit(LOOP, "        ptx::sync_threads();  // all are done with the only stage\n", ""),), variant=_ONE_STAGE,
+    ),
+    _fault(
+        "maxima are read before all warps have posted theirs", "uninitialized race",
+        (Edit(FOLD, "    ptx::sync_threads();\n", ""),), ("silu_fold_sm89.cuh",),
+    ),
+    _fault(
+        "scales that are posted behind the barrier", "uninitialized race",
+        (Edit(LOOP, "      add_stage(sums);\n", "      post_scale();\n      add_stage(sums);\n"),
+         Edit(LOOP, "        post_scale();\n        ptx::cp_async_wait_group", "        ptx::cp_async_wait_group", 2)),
+    ),
+    _fault(
+        "a converged operation in a branch", "divergence",
+        (Edit(FOLD, "    if (token >= args.gemm.num_tokens) return;\n",
+              "    if (token >= args.gemm.num_tokens) return;\n    ptx::sync_warp();\n"),),
+    ),
+    # --- places beyond the ends
+    _fault(
+        "a chunk behind the end of k", "bounds",
+        (Edit(LOOP, "k + 16 * copied_chunk(thread) < args.k", "k + 16 * copied_chunk(thread) <= args.k"),),
+    ),
+    _fault(
+        "tokens behind the last one", "bounds",
+        (Edit(LOOP, "source.tokens = args.num_tokens - token;", "source.tokens = kWarpTokens;"),),
+    ),
+    _fault(
+        "rows behind the last one", "bounds",
+        (Edit(LOOP, "source.columns = rows.num_columns - row;", "source.columns = kScaleBlock;"),),
+    ),
+    _fault(
+        "scales behind the last token", "bounds",
+        (Edit(LOOP, "if (half < 0) return token < args.num_tokens ? ", "if (half < 0) return token >= 0 ? "),),
+    ),
+    _fault(
+        "scales behind the last row", "bounds",
+        (Edit(LOOP, " || half * step.columns >= rows.num_columns) return", ") return"),), op="gemm",
+        num_columns=384,
+    ),
+    _fault(
+        "codes behind the last column", "bounds",
+        (Edit(FOLD, "return column(group) < args.num_columns;", "return column(group) < args.num_columns + 16;"),),
+        ("out",),
+    ),
+    _fault(
+        "codes behind the last token", "bounds",
+        (Edit(FOLD, "    if (token >= args.gemm.num_tokens) return;\n", ""),), ("out",),
+    ),
+    _fault(
+        "all lanes of a quad store one scale", "race",
+        (Edit(FOLD, "if (Shape::column_warp() == 0 && ptx::lane_index() % 4 == 0)", "if (Shape::column_warp() == 0)"),),
+        ("out scale",),
+    ),
+    _fault(
+        "columns behind the last one of the GEMM", "bounds race",
+        (Edit(GEMM, " || column >= args.num_columns) return;", ") return;"),), ("out",), op="gemm",
+    ),
+    _fault(
+        "activations behind the last column", "bounds race",
+        (Edit(MUL, "token < args.num_tokens && column < args.num_columns}", "token < args.num_tokens}"),), op="mul",
+    ),
+    # --- numbers that are wrong
+    _fault(
+        "gate and up swapped", WRONG,
+        (Edit(FOLD, "sums.pair(gate, 0, octet, row);", "sums.pair(gate, kUpHalf, octet, row);"),
+         Edit(FOLD, "sums.pair(up, kUpHalf, octet, row);", "sums.pair(up, 0, octet, row);")),
+    ),
+    _fault(
+        "gate and up passes swapped", WRONG,
+        (Edit(FOLD, "const i32 operand = unit % kUnitsPerTile;", "const i32 operand = 1 - unit % kUnitsPerTile;"),),
+        variant=_TWO_PASS,
+    ),
+    _fault(
+        "act(gate) of the octet beside", WRONG,
+        (Edit(FOLD, "smem.gate.load(gate, row * Shape::kOctets + octet);",
+              "smem.gate.load(gate, row * Shape::kOctets + (octet ^ 1));"),), variant=_TWO_PASS,
+    ),
+    _fault(
+        "up takes the scales of gate", WRONG,
+        (Edit(LOOP, "(rows.scale_row + half * step.scale_rows)", "i64{rows.scale_row}"),),
+    ),
+    _fault(
+        "scales of the block of rows before", WRONG,
+        (Edit(FOLD, ".scale_row = operand * column_blocks() + at.columns",
+              ".scale_row = operand * column_blocks() + max_of(at.columns - 1, 0)"),),
+    ),
+    _fault(
+        "up scales begin before a cut-off block", WRONG,
+        (Edit(FOLD, "return {args.num_columns, 0, column_blocks()};",
+              "return {args.num_columns, 0, args.num_columns / kScaleBlock};"),),
+    ),
+    _fault(
+        "the first scale of a token for all of k", WRONG,
+        (Edit(LOOP, "source.scale + block * args.x_scale_block_stride", "source.scale"),),
+    ),
+    _fault(
+        "the first scale of a row for all of k", WRONG,
+        (Edit(LOOP, "source.scale + block * args.w_scale_block_stride", "source.scale"),),
+    ),
+    _fault(
+        "scales of other tokens", WRONG,
+        (Edit(LOOP, "of_token[i / 2]", "of_token[i % 4]"),),
+    ),
+    _fault(
+        "the last block of k left out", WRONG,
+        (Edit(LOOP, "return ceil_div(args.k, kScaleBlock); }", "return args.k / kScaleBlock; }"),), k=144,
+    ),
+    _fault(
+        "the second half of every 32 of k left out", WRONG,
+        (Edit(MMA, "pair < 2; ++pair) ptx::mma", "pair < 1; ++pair) ptx::mma"),),
+    ),
+    _fault(
+        "rows of w in another order", WRONG,
+        (Edit(LOOP, "lane * kLaneColumns + 2 * octet + place % 2", "lane * kLaneColumns + 2 * octet + 1 - place % 2"),),
+    ),
+    _fault(
+        "the second pass takes the rows of the first", WRONG,
+        (Edit(LOOP, "const i32 of_tile = pass * Shape::kPassOctets + octet;\n      const i32 row",
+              "const i32 of_tile = octet;\n      const i32 row"),), variant=_LARGE,
+    ),
+    _fault(
+        "chunks that are copied without their swizzle", WRONG,
+        (Edit(LOOP, "tile::swizzled_offset<kScaleBlock>(copied_row(thread), copied_chunk(thread))",
+              "copied_row(thread) * kScaleBlock + 16u * copied_chunk(thread)"),),
+    ),
+    _fault(
+        "the maximum of one warp's columns", WRONG,
+        (Edit(FOLD, "warp < Shape::kColumnWarps; ++warp)", "warp < 1; ++warp)"),),
+    ),
+    _fault(
+        "the maximum of one lane's columns", WRONG,
+        (Edit(FOLD, "    greatest = ptx::max_nan(greatest, ptx::shuffle_xor(greatest, 1));\n", ""),), variant=_SMALL,
+    ),
+    _fault(
+        "only the first token's scale is stored", WRONG,
+        (Edit(FOLD, "if (Shape::column_warp() == 0 && ptx::lane_index() % 4 == 0)", "if (ptx::thread_index() == 0)"),),
+    ),
+    _fault(
+        "the tile beside", "wrong bounds race",
+        (Edit(FOLD, "Finish<S>{args, smem, work.place(tile)}", "Finish<S>{args, smem, work.place(tile ^ 1)}"),),
+    ),
+    _fault(
+        "sums that are not cleared", "wrong uninitialized",
+        (Edit(LOOP, "    sums.clear();\n", ""),),
+    ),
+    _fault(
+        "scales that are not rounded up", WRONG,
+        (Edit(MATH, "(bits & kMantissa) > kThreeQuarters ? 1 : 0", "0"),), scale_fmt="ue8m0",
+    ),
+    _fault(
+        "halves of the GEMM's tile swapped", WRONG,
+        (Edit(GEMM, "sums.pair(pair, half, ", "sums.pair(pair, 1 - half, "),), op="gemm",
+    ),
+    _fault(
+        "a maximum of two blocks", WRONG,
+        (Edit(MUL, "mask < kBlockLanes; mask *= 2", "mask < 2 * kBlockLanes; mask *= 2"),), op="mul",
+    ),
+    _fault(
+        "up columns of another place", WRONG,
+        (Edit(MUL, "from + args.num_columns", "from + args.num_columns - 8"),), op="mul",
+    ),
+]  # fmt: skip
