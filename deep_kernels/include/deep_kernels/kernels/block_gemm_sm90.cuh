@@ -106,7 +106,7 @@ struct GemmEpilogue {
   bool permuted;
 
   // Nothing is computed: the sums themselves are stored.
-  static DK_DEVICE const Math<S>& collect(const Math<S>& math, TileOrder::Tile) { return math; }
+  static DK_DEVICE const Math<S>& collect(Math<S>& math, TileOrder::Tile) { return math; }
   DK_DEVICE void store(const Math<S>& math, TileOrder::Tile tile) const {
     DK_UNROLL
     for (i32 half = 0; half < 2; ++half) {

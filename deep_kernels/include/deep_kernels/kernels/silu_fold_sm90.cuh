@@ -48,7 +48,8 @@ struct FoldEpilogue {
   i32 first_token;  // of the lane in tile 0
   bool permuted;
 
-  DK_DEVICE LaneProducts<S> collect(const Math<S>& math, TileOrder::Tile) const {
+  DK_DEVICE LaneProducts<S> collect(Math<S>& math, TileOrder::Tile tile) const {
+    if (!permuted) drop_columns(math.sum, args.num_columns - tile.block * kScaleBlock);
     LaneProducts<S> lane;
     DK_UNROLL
     for (i32 r = 0; r < 2; ++r) {
@@ -64,6 +65,21 @@ struct FoldEpilogue {
       lane.amax[r] = maximum.value();
     }
     return lane;
+  }
+  // Columns from `end` on do not exist. Their sums are zeros, but for a scale that is none.
+  static DK_DEVICE void drop_columns(float (&sum)[128], i32 end) {
+    DK_UNROLL
+    for (i32 j = 0; j < 16; ++j) {
+      DK_UNROLL
+      for (i32 e = 0; e < 2; ++e) {
+        const bool exists = column_of(false, j, e) < end;
+        DK_UNROLL
+        for (i32 i = 4 * j + e; i < 4 * j + 4; i += 2) {
+          sum[i] = exists ? sum[i] : 0.0f;
+          sum[64 + i] = exists ? sum[64 + i] : 0.0f;
+        }
+      }
+    }
   }
   // Scales and codes. Converged.
   DK_DEVICE void store(const LaneProducts<S>& lane, TileOrder::Tile tile) const {
