@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <span>
 
 #include "ops/checks.h"
 #include "ops/silu_check.h"
@@ -81,36 +82,35 @@ u8 choose_stages(const Arch& arch, u8 token_groups) {
   return all[forced(kStagesVariable, words).value_or(all.size() - 1)];
 }
 
-// Of sm89, what a tile takes: instructions of a warp for 128 of k, counted in the machine code for
-// sm_90a. Larger tiles convert x and w for more products, and read less.
+// What a tile takes: time of a round over the card, the largest tile's 100. sm90: H200, 2026-11-30,
+// 2B and 8B from 64 to 512 tokens. sm89: on the same card at 128 and 8192 tokens of 2B; the largest
+// tile never won there, so that it is listed with what it took.
 struct TileCost {
   u8 token_groups;
-  i64 instructions;
+  i64 time;
 };
-constexpr TileCost kTileCosts[] = {{1, 534}, {2, 755}, {4, 1324}};
+std::span<const TileCost> tile_costs(Backend backend) {
+  static constexpr TileCost kSm89[] = {{1, 36}, {2, 51}, {4, 100}};
+  static constexpr TileCost kSm90[] = {{1, 63}, {2, 100}};
+  if (backend == Backend::sm90) return kSm90;
+  return kSm89;
+}
 
-// Of the tiles whose rounds over the card take least the largest one.
-u8 choose_sm89_token_groups(const GemmSizes& sizes, i64 num_blocks) {
+// The tile whose rounds over the card take least; of equals the largest, which reads w least often.
+u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
+  if (const auto forced = forced_token_groups(arch)) return *forced;
   u8 best = 0;
   i64 least = 0;
-  for (const TileCost& cost : kTileCosts) {
-    const i64 tokens = fold_tile_tokens(Backend::sm89, cost.token_groups);
+  for (const TileCost& cost : tile_costs(arch.backend)) {
+    const i64 tokens = fold_tile_tokens(arch.backend, cost.token_groups);
     const i64 tiles = ceil_div<i64>(sizes.num_tokens, tokens) * num_blocks;
-    const i64 total = ceil_div<i64>(tiles, sizes.num_sms) * cost.instructions;
+    const i64 total = ceil_div<i64>(tiles, sizes.num_sms) * cost.time;
     if (best == 0 || total <= least) {
       best = cost.token_groups;
       least = total;
     }
   }
   return best;
-}
-
-// One warpgroup's tile where that fills more of the card, else two, which read w half as often.
-u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
-  if (const auto forced = forced_token_groups(arch)) return *forced;
-  if (arch.backend == Backend::sm89) return choose_sm89_token_groups(sizes, num_blocks);
-  const i64 small_tiles = ceil_div<i64>(sizes.num_tokens, 64) * num_blocks;
-  return small_tiles <= sizes.num_sms ? 1 : 2;
 }
 
 SiluFoldSpec fold_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
