@@ -321,10 +321,18 @@ constexpr void for_each_silu_mul_spec(Backend backend, Visit&& visit) {
 }
 
 // Rows of w that a tile's half takes. Where whole blocks of 128 rows exist they come permuted:
-// lane t of a quad holds accumulator columns 8j + 2t + e, and is given the 32 neighbouring output
-// columns 32 t + 2j + e. Without (a last block that is cut off) columns stand in order. The loads
-// are (0 or first row, block) of either.
+// lane t of a quad holds accumulator columns 8j + 2t + e, of which pairs 4q to 4q + 3 are given the
+// eight neighbouring output columns from 32q + 8t on, so that a quad stores whole sectors. Without
+// (a last block that is cut off) columns stand in order.
 constexpr bool weight_rows_permuted(i32 num_columns) { return num_columns % kScaleBlock == 0; }
+// The second and the last coordinate of a block's copy.
+struct WeightRows {
+  i32 row;
+  i32 group;  // of 32 rows
+};
+constexpr WeightRows weight_rows_of(i32 block, bool permuted) {
+  return permuted ? WeightRows{0, 4 * block} : WeightRows{block * kScaleBlock, 0};
+}
 template <class Map>
 constexpr Map weight_rows_map(const BlockScaledArgs& args, i64 first_row, i32 num_rows) {
   Map map{};
@@ -334,11 +342,12 @@ constexpr Map weight_rows_map(const BlockScaledArgs& args, i64 first_row, i32 nu
   map.swizzle = Swizzle::b128;
   const i64 row = args.w_stride;
   const bool permuted = weight_rows_permuted(num_rows);
-  const i64 dims[] = {args.k, permuted ? 2 : num_rows, permuted ? 4 : 1, permuted ? 16 : 1,
-                      permuted ? num_rows / kScaleBlock : 1};
-  const i64 strides[] = {1, row, 32 * row, 2 * row, kScaleBlock * row};
-  const i32 box[] = {kScaleBlock, permuted ? 2 : kScaleBlock, permuted ? 4 : 1, permuted ? 16 : 1,
-                     1};
+  // Elements of a pair, lanes, pairs, and 32 columns after the other.
+  const i64 dims[] = {args.k, permuted ? 2 : num_rows, permuted ? 4 : 1, permuted ? 4 : 1,
+                      permuted ? num_rows / 32 : 1};
+  const i64 strides[] = {1, row, 8 * row, 2 * row, 32 * row};
+  const i32 box[] = {kScaleBlock, permuted ? 2 : kScaleBlock, permuted ? 4 : 1, permuted ? 4 : 1,
+                     permuted ? 4 : 1};
   for (i32 i = 0; i < 5; ++i) {
     map.dims[i] = dims[i];
     map.strides[i] = strides[i];

@@ -97,11 +97,8 @@ DK_DEVICE void producer_role(const BlockScaledArgs& args, const Maps& maps, Smem
   for (i32 index = ptx::block_index(); index < order.count(); index += ptx::num_blocks()) {
     const TileOrder::Tile tile = order.at(index);
     const TileRows rows = rows_of(tile.block);
-    // In the permuted view blocks are the last coordinate, else their first row is the second one.
-    const i32 gate_row = permuted ? 0 : rows.gate * kScaleBlock;
-    const i32 up_row = permuted ? 0 : rows.up * kScaleBlock;
-    const i32 gate_block = permuted ? rows.gate : 0;
-    const i32 up_block = permuted ? rows.up : 0;
+    const WeightRows gate = weight_rows_of(rows.gate, permuted);
+    const WeightRows up = weight_rows_of(rows.up, permuted);
     DK_NO_UNROLL
     for (i32 k = 0; k < num_k; ++k, stages.next()) {
       const u32 filled = ptx::smem_addr(&smem.filled[stages.slot]);
@@ -109,10 +106,10 @@ DK_DEVICE void producer_role(const BlockScaledArgs& args, const Maps& maps, Smem
       ptx::mbarrier_wait(ptx::smem_addr(&smem.drained[stages.slot]), stages.parity);
       ptx::mbarrier_arrive_expect_tx(filled,
                                      fold_stage_bytes(S.tile_tokens(), FoldAlgorithm::one_pass));
-      ptx::tma_load_5d(w, maps.gate, filled, k * kScaleBlock, gate_row, 0, 0, gate_block);
+      ptx::tma_load_5d(w, maps.gate, filled, k * kScaleBlock, gate.row, 0, 0, gate.group);
       ptx::tma_load_2d(ptx::smem_addr(&smem.x[stages.slot][0]), maps.x, filled, k * kScaleBlock,
                        tile.token * S.tile_tokens());
-      ptx::tma_load_5d(w + kHalf, maps.up, filled, k * kScaleBlock, up_row, 0, 0, up_block);
+      ptx::tma_load_5d(w + kHalf, maps.up, filled, k * kScaleBlock, up.row, 0, 0, up.group);
     }
   }
 }
@@ -120,7 +117,7 @@ DK_DEVICE void producer_role(const BlockScaledArgs& args, const Maps& maps, Smem
 // Which of a block's 128 columns element e of pair j of a lane is.
 DK_DEVICE i32 column_of(bool permuted, i32 j, i32 e) {
   const i32 lane = ptx::lane_index() % 4;
-  return permuted ? 32 * lane + 2 * j + e : 8 * j + 2 * lane + e;
+  return permuted ? j / 4 * 32 + 8 * lane + j % 4 * 2 + e : 8 * j + 2 * lane + e;
 }
 
 // Scales of the two rows of x that a lane keeps, four blocks of k at a time: lane t of a quad loads

@@ -17,10 +17,11 @@ struct LaneCodes {
 DK_DEVICE void store_codes(const SiluFoldArgs& args, const LaneCodes& codes, i32 token,
                            i32 first_column, bool permuted) {
   u8* row = args.y + token * args.y_stride + first_column;
-  u8* mine = row + 32 * (ptx::lane_index() % 4);
-  if (permuted && ptx::bytes_to_aligned(mine, 16) == 0) {
-    ptx::store_global_x4(mine, codes.word[0], codes.word[1], codes.word[2], codes.word[3]);
-    ptx::store_global_x4(mine + 16, codes.word[4], codes.word[5], codes.word[6], codes.word[7]);
+  u8* mine = row + column_of(permuted, 0, 0);
+  if (permuted && ptx::bytes_to_aligned(mine, 8) == 0) {
+    DK_UNROLL
+    for (i32 q = 0; q < 4; ++q)
+      ptx::store_global_x2(mine + 32 * q, codes.word[2 * q], codes.word[2 * q + 1]);
     return;
   }
   DK_UNROLL
