@@ -243,9 +243,9 @@ REFUSALS = (
             "out must have rows that do not overlap, got row stride 200 for 260 columns"),
     Refusal("out-expanded", out(lambda a: empty_out(a, 1, 260).expand(17, 260)),
             "out must have rows that do not overlap, got row stride 0 for 260 columns"),
-    Refusal("out-over-kv", out(out_over_kv), "out must not share memory with an input, got one that overlaps kv"),
+    Refusal("out-over-kv", out(out_over_kv), "out must not share memory with another argument, got one that overlaps kv"),
     Refusal("out-over-weights", out(out_over_weights),
-            "out must not share memory with an input, got one that overlaps weights"),
+            "out must not share memory with another argument, got one that overlaps weights"),
     Refusal("out-grad", out(lambda a: empty_out(a, 17, 260).requires_grad_()), f"out {FORWARD_ONLY}"),
     # Python types
     Refusal("q-a-tensor", lambda a: replace(a, q=a.q[0]),

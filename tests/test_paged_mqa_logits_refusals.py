@@ -222,9 +222,9 @@ REFUSALS = (
     Refusal("out-rows-overlap", out(lambda a: empty_out(a, 6 * 120).as_strided((6, 120), (100, 1))),
             "out must have rows that do not overlap, got row stride 100 for 120 columns"),
     Refusal("out-over-cache", out(out_over_cache),
-            "out must not share memory with an input, got one that overlaps kv_cache"),
+            "out must not share memory with another argument, got one that overlaps kv_cache"),
     Refusal("out-over-table", out(out_over_table),
-            "out must not share memory with an input, got one that overlaps block_table"),
+            "out must not share memory with another argument, got one that overlaps block_table"),
     Refusal("out-grad", out(lambda a: empty_out(a, 6, 120).requires_grad_()), f"out {FORWARD_ONLY}"),
     # Python types
     Refusal("q-a-tensor", lambda a: replace(a, q=a.q[0]), "q must be a pair (values, scale), got Tensor", TypeError),

@@ -180,7 +180,7 @@ OWN = (
     Refusal("fused-a-str", FOLD, given(fused="yes"), "fused must be a bool or None, got str", TypeError),
     Refusal("round-none", FOLD, given(round_bf16=None), "round_bf16 must be a bool, got NoneType", TypeError),
     Refusal("scale-over-codes", FOLD, scale_over_codes,
-            "out must not share memory with an input, got one that overlaps out scale"),
+            "out must not share memory with another argument, got one that overlaps out scale"),
     Refusal("w-dtype", GEMM, change("w", lambda x: x.float()),
             "w must be float8_e4m3fn [n, k=272], got float32 [272, 272]"),
     Refusal("w-rows", GEMM, change("w", lambda x: x[:100]), "n of w must be a positive multiple of 16, got 100"),
@@ -202,7 +202,7 @@ OWN = (
             out(lambda device: product(device, M * COLUMNS).as_strided((M, COLUMNS), (200, 1))),
             "out must have rows that do not overlap, got row stride 200 for 272 columns"),
     Refusal("out-over-residual", GEMM, over_residual,
-            "out must not share memory with an input, got one that overlaps residual"),
+            "out must not share memory with another argument, got one that overlaps residual"),
     Refusal("gate-up-dtype", MUL, change("gate_up", lambda x: x.half()),
             "gate_up must be bfloat16 [num_tokens, 2 * intermediate_size], got float16 [37, 544]"),
     Refusal("gate-up-columns", MUL, change("gate_up", lambda x: x[:, :528]),
@@ -212,7 +212,7 @@ OWN = (
             "gate_up must have stride 1 in its last dimension, got strides [1088, 2]"),
     Refusal("gate-up-grad", MUL, change("gate_up", lambda x: x.clone().requires_grad_()), f"gate_up {FORWARD_ONLY}"),
     Refusal("out-over-gate-up", MUL, over_gate_up,
-            "out must not share memory with an input, got one that overlaps gate_up"),
+            "out must not share memory with another argument, got one that overlaps gate_up"),
 )  # fmt: skip
 
 

@@ -241,8 +241,9 @@ void require_no_overlap(const char* op, const at::Tensor& out, const char* argum
   const auto [in_begin, in_end] = extent(input);
   if (out_begin == out_end || in_begin == in_end) return;
   if (out_end <= in_begin || in_end <= out_begin) return;
-  throw ValueError(fmt::format(
-      "{}: out must not share memory with an input, got one that overlaps {}", op, argument));
+  throw ValueError(
+      fmt::format("{}: out must not share memory with another argument, got one that overlaps {}",
+                  op, argument));
 }
 
 int64_t stride_bytes(const at::Tensor& tensor, int64_t dim) {

@@ -226,6 +226,10 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   return specs;
 }
 
-std::vector<TuningRow> tuning_rows() { return mqa_logits_tuning(); }
+std::vector<TuningRow> tuning_rows() {
+  std::vector<TuningRow> rows = mqa_logits_tuning();
+  for (TuningRow& row : silu_tuning()) rows.push_back(std::move(row));
+  return rows;
+}
 
 }  // namespace deep_kernels::registry

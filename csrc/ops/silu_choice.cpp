@@ -179,6 +179,25 @@ SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
           .scale_format = wanted.scale_format};
 }
 
+std::vector<TuningRow> silu_tuning() {
+  std::vector<TuningRow> rows;
+  for (const Backend backend : {Backend::sm89, Backend::sm90}) {
+    std::string times;
+    for (const TileCost& cost : tile_costs(backend))
+      times += fmt::format("{}{} tokens {}", times.empty() ? "" : ", ",
+                           fold_tile_tokens(backend, cost.token_groups), cost.time);
+    rows.push_back({.op = kSiluFoldOp,
+                    .backend = backend,
+                    .gpu = "NVIDIA H200",
+                    .choice = "the tile whose rounds over the card take least",
+                    .cases = "",
+                    .date = "2026-11-30",
+                    .gain = 0.0,
+                    .reason = fmt::format("time of a round, the largest tile's 100: {}", times)});
+  }
+  return rows;
+}
+
 std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch) {
   std::vector<SiluFoldSpec> specs;
   for (u8 groups : all_token_groups(arch)) specs.push_back(fold_spec(wanted, arch, groups));

@@ -100,6 +100,9 @@ SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted);
 std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch);
 std::vector<BlockGemmSpec> block_gemm_specs(const SiluCase& wanted, const Arch& arch);
 
+// What was measured, for the inspector.
+std::vector<TuningRow> silu_tuning();
+
 KernelText kernel_text(const SiluFoldSpec& spec);
 KernelText kernel_text(const BlockGemmSpec& spec);
 KernelText kernel_text(const SiluMulSpec& spec);
