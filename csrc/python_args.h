@@ -96,8 +96,8 @@ class PythonArgs {
   std::optional<std::pair<at::Tensor, at::Tensor>> out_pair(const char* name, py::handle value) {
     if (value.is_none()) return std::nullopt;
     const auto [first, second] = pair(name, value);
-    return std::pair(*out(name, tensor_object(name, first)),
-                     *out("out scale", tensor_object("out scale", second)));
+    at::Tensor values = *out(name, tensor_object(name, first));  // refused before the second one
+    return std::pair(std::move(values), *out("out scale", tensor_object("out scale", second)));
   }
   // The two items of a (values, scale) pair.
   std::pair<py::object, py::object> pair(const char* name, py::handle value) const {

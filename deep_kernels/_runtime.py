@@ -49,8 +49,10 @@ def _words(op: str, case: Mapping[str, Any]) -> dict[str, str]:
     _check_text("op", op)
     for name, value in case.items():
         _check_text(f"{op}: the name of a field", name)
-        if not isinstance(value, (str, bool, int, torch.dtype)):
-            raise TypeError(f"{op}: {name} must be a str, bool, int or torch.dtype, got {type(value).__name__}")
+        if value is not None and not isinstance(value, (str, bool, int, float, torch.dtype)):
+            raise TypeError(
+                f"{op}: {name} must be a str, bool, int, float, torch.dtype or None, got {type(value).__name__}"
+            )
         if isinstance(value, int) and value.bit_length() > _MAX_BITS:
             raise ValueError(f"{op}: {name} must be an integer of 64 bits, got {_number(value)}")
         _check_text(f"{op}: {name}", str(value))
@@ -90,7 +92,9 @@ def supported(op: str, arch: str | None = None, **case: Any) -> str | None:
             at hand, and the CPU where there is none.
         case: public argument names, and the words format ("fp8", "mxfp8", "mxfp4"), num_heads, head_dim,
             weights_dtype, logits_dtype, clean_logits, compressed, metadata, reduction; with paged ops also block_kv,
-            next_n, indices (a bool). dtypes are torch dtypes or their names. What is left out has the op's default.
+            next_n, indices (a bool); with the prefill MLP activation, clamp, alpha, up_offset, scale_fmt, round_bf16,
+            fused, out_dtype, residual (a bool). dtypes are torch dtypes or their names. What is left out has
+            the op's default.
     Returns:
         One sentence that begins with the op's name, the same that the call itself would raise; None if it runs.
     Raises:

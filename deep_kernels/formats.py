@@ -681,6 +681,8 @@ def _check_roundable(name: str, x: Tensor, argument: str = "x") -> None:
     _check_tensor(name, argument, x)
     if x.dtype not in _FLOATS:
         raise ValueError(f"{name}: {argument} must be float16, bfloat16, float32 or float64, got {_describe(x)}")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name}: {argument} must be a dense tensor, got {x.layout}")
     if _wants_gradient(x):
         raise ValueError(
             f"{name}: {argument} requires grad, but rounding has no gradient: call it under torch.no_grad() or detach "

@@ -16,6 +16,7 @@ __all__ = ["SwiGLUMLP"]
 
 _VARIABLE = "DEEP_KERNELS_SILU_FOLD_PREFILL"
 _ALIGN = 16  # what hidden_size and intermediate_size are multiples of
+_END = 1 << 30  # of both: the ops count 2 * intermediate_size rows in 32 bits
 _NAME = "SwiGLUMLP"
 _BUFFERS = ("gate_up_weight", "gate_up_scale", "down_weight", "down_scale")
 
@@ -305,6 +306,8 @@ def _checked_size(argument: str, size: int) -> int:
         raise TypeError(f"{_NAME}: {argument} must be an int, got {type(size).__name__}")
     if size < _ALIGN or size % _ALIGN != 0:
         raise ValueError(f"{_NAME}: {argument} must be a positive multiple of {_ALIGN}, got {size}")
+    if size >= _END:
+        raise ValueError(f"{_NAME}: {argument} must be below 2^30, got about 2^{size.bit_length() - 1}")
     return size
 
 

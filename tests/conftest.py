@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import setuptools  # noqa: F401  before a test imports Python's own distutils, beside which it cannot be imported any more
 import torch
 
 

@@ -619,6 +619,11 @@ INT8, INT32 = torch.zeros(4, 32, dtype=torch.int8), torch.zeros(4, dtype=torch.i
             "quantize_fp8_block128: x must be [.., K >= 1], got float32 [3, 0]",
         ),
         (
+            lambda: formats.quantize_fp8_block128(torch.ones(3, 16).to_sparse()),
+            ValueError,
+            "quantize_fp8_block128: x must be a dense tensor, got torch.sparse_coo",
+        ),
+        (
             lambda: formats.quantize_fp8_block128(torch.ones(3), "e8m0"),
             ValueError,
             "scale_fmt must be one of {fp32, ue8m0}, got 'e8m0'",

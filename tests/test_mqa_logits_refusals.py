@@ -243,7 +243,8 @@ REFUSALS = (
             "out must have rows that do not overlap, got row stride 200 for 260 columns"),
     Refusal("out-expanded", out(lambda a: empty_out(a, 1, 260).expand(17, 260)),
             "out must have rows that do not overlap, got row stride 0 for 260 columns"),
-    Refusal("out-over-kv", out(out_over_kv), "out must not share memory with another argument, got one that overlaps kv"),
+    Refusal("out-over-kv", out(out_over_kv),
+            "out must not share memory with another argument, got one that overlaps kv"),
     Refusal("out-over-weights", out(out_over_weights),
             "out must not share memory with another argument, got one that overlaps weights"),
     Refusal("out-grad", out(lambda a: empty_out(a, 17, 260).requires_grad_()), f"out {FORWARD_ONLY}"),
@@ -356,9 +357,11 @@ def test_supported_reads_its_case() -> None:
         ValueError, f"{OP}: format must be fp8, mxfp8 or mxfp4, got 'fp4'", lambda: dk.supported(OP, format="fp4")
     )
     assert_refused(
-        TypeError, f"{OP}: num_heads must be a str, bool, int or torch.dtype, got float",
-        lambda: dk.supported(OP, num_heads=4.0),
-    )  # fmt: skip
+        ValueError, f"{OP}: num_heads must be an integer, got '4.0'", lambda: dk.supported(OP, num_heads=4.0)
+    )
+    assert_refused(
+        ValueError, f"{OP}: format must be fp8, mxfp8 or mxfp4, got 'None'", lambda: dk.supported(OP, format=None)
+    )
 
 
 @pytest.mark.parametrize("name", ("weights", "q scale", "kv scale"))

@@ -390,6 +390,7 @@ def refused(kind: type[Exception], sentence: str) -> Any:
         (TypeError, {"intermediate_size": True}, "intermediate_size must be an int, got bool"),
         (ValueError, {"hidden_size": 0}, "hidden_size must be a positive multiple of 16, got 0"),
         (ValueError, {"intermediate_size": 200}, "intermediate_size must be a positive multiple of 16, got 200"),
+        (ValueError, {"intermediate_size": 1 << 80}, "intermediate_size must be below 2^30, got about 2^80"),
         (ValueError, {"activation": "relu"}, "activation must be 'silu' or 'gelu_tanh', got 'relu'"),
         (TypeError, {"activation": 3}, "activation must be a str, got int"),
         (ValueError, {"clamp": 0.0}, "clamp must be greater than 0, got 0"),

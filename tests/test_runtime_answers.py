@@ -209,10 +209,9 @@ def test_ops_that_do_not_exist(no_settings: Path) -> None:
         (lambda: dk.supported(None), "op must be a str, got NoneType"),
         (lambda: dk.supported(OP, 90), "supported: arch must be a str or None, got int"),
         (
-            lambda: dk.supported(OP, num_heads=64.0),
-            f"{OP}: num_heads must be a str, bool, int or torch.dtype, got float",
+            lambda: dk.supported(OP, num_heads=[64]),
+            f"{OP}: num_heads must be a str, bool, int, float, torch.dtype or None, got list",
         ),
-        (lambda: dk.supported(OP, format=None), f"{OP}: format must be a str, bool, int or torch.dtype, got NoneType"),
         (lambda: dk.prepare(None), "prepare: cases must be an iterable of dicts, got NoneType"),
         (lambda: dk.prepare({"op": OP}), "prepare: a case must be a dict, got str"),
         (lambda: dk.prepare([OP]), "prepare: a case must be a dict, got str"),

@@ -181,6 +181,10 @@ OWN = (
     Refusal("round-none", FOLD, given(round_bf16=None), "round_bf16 must be a bool, got NoneType", TypeError),
     Refusal("scale-over-codes", FOLD, scale_over_codes,
             "out must not share memory with another argument, got one that overlaps out scale"),
+    Refusal("out-scale-rows-overlap", FOLD,
+            out(lambda device: (pair(device)[0], torch.empty(1, 3, device=device).expand(M, 3))),
+            "out scale must have rows that do not overlap, got row stride 0 for 3 columns"),
+    Refusal("out-of-nones", FOLD, given(out=(None, None)), "out must be a torch.Tensor, got NoneType", TypeError),
     Refusal("w-dtype", GEMM, change("w", lambda x: x.float()),
             "w must be float8_e4m3fn [n, k=272], got float32 [272, 272]"),
     Refusal("w-rows", GEMM, change("w", lambda x: x[:100]), "n of w must be a positive multiple of 16, got 100"),
@@ -303,8 +307,19 @@ def test_supported_reads_its_case(op: str) -> None:
     assert_refused(ValueError, f"{op}: a case has no field named heads", lambda: dk.supported(op, heads=4))
     if op == GEMM:
         assert dk.supported(op, arch="sm90", out_dtype=torch.float32, residual=True) is None
+        words = f"{op}: out_dtype must be bfloat16 or float32, got float16"
+        assert dk.supported(op, arch="cpu", out_dtype=torch.float16) == words
     else:
         fields = {"activation": "gelu_tanh", "scale_fmt": "ue8m0"}
         assert dk.supported(op, arch="sm90", **fields) is None
+        assert dk.supported(op, arch="sm90", clamp=7.0, alpha=1.702, up_offset=1.0, scale_fmt="fp32") is None
+        assert dk.supported(op, arch="sm90", clamp=None, alpha=None) is None
         words = f"{op}: activation must be 'silu' or 'gelu_tanh', got 'relu'"
         assert_refused(ValueError, words, lambda: dk.supported(op, arch="sm90", activation="relu"))
+
+
+def test_supported_refuses_what_the_fold_refuses() -> None:
+    words = f"{FOLD}: round_bf16 must be True with fused=False, whose two launches meet in bfloat16, got False"
+    for arch in ("cpu", "sm89", "sm90"):
+        assert dk.supported(FOLD, arch=arch, fused=False, round_bf16=False) == words
+        assert dk.supported(FOLD, arch=arch, fused=None, round_bf16=False) is None

@@ -226,24 +226,24 @@ void require_no_grad(const char* op, const char* argument, const at::Tensor& ten
       op, argument));
 }
 
-void require_separate_rows(const char* op, const at::Tensor& out) {
+void require_separate_rows(const char* op, const char* argument, const at::Tensor& out) {
   const int64_t stride = stride_of(out, 0), columns = size_of(out, 1);
   if (size_of(out, 0) <= 1 || stride == kUnknown || stride >= columns) return;
   throw ValueError(
-      fmt::format("{}: out must have rows that do not overlap, got row stride {} for {} columns",
-                  op, stride, columns));
+      fmt::format("{}: {} must have rows that do not overlap, got row stride {} for {} columns", op,
+                  argument, stride, columns));
 }
 
-void require_no_overlap(const char* op, const at::Tensor& out, const char* argument,
-                        const at::Tensor& input) {
+void require_no_overlap(const char* op, const char* name, const at::Tensor& out,
+                        const char* argument, const at::Tensor& input) {
   if (!has_memory(out) || !has_memory(input)) return;
   const auto [out_begin, out_end] = extent(out);
   const auto [in_begin, in_end] = extent(input);
   if (out_begin == out_end || in_begin == in_end) return;
   if (out_end <= in_begin || in_end <= out_begin) return;
   throw ValueError(
-      fmt::format("{}: out must not share memory with another argument, got one that overlaps {}",
-                  op, argument));
+      fmt::format("{}: {} must not share memory with another argument, got one that overlaps {}",
+                  op, name, argument));
 }
 
 int64_t stride_bytes(const at::Tensor& tensor, int64_t dim) {

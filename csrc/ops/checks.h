@@ -48,10 +48,11 @@ void require_16_bytes(const char* op, const char* argument, const at::Tensor& te
 void require_packed(const char* op, const char* argument, const at::Tensor& tensor, int64_t first);
 // Forward only: no gradient may be asked for.
 void require_no_grad(const char* op, const char* argument, const at::Tensor& tensor);
-// Rows of `out` apart from each other, and its extent, first to last byte, from that of `input`.
-void require_separate_rows(const char* op, const at::Tensor& out);
-void require_no_overlap(const char* op, const at::Tensor& out, const char* argument,
-                        const at::Tensor& input);
+// Rows of what is to be written apart from each other, and its extent, first to last byte, from
+// that of `input`.
+void require_separate_rows(const char* op, const char* argument, const at::Tensor& out);
+void require_no_overlap(const char* op, const char* name, const at::Tensor& out,
+                        const char* argument, const at::Tensor& input);
 
 // Stride in bytes; of a dimension of size 0 or 1, whose stride means nothing, that of packed rows.
 int64_t stride_bytes(const at::Tensor& tensor, int64_t dim);

@@ -88,7 +88,7 @@ MqaProblem check_mqa_inputs(const MqaLogitsCall& call) {
 void check_mqa_out(const MqaLogitsCall& call, const MqaProblem& p, const at::Tensor& out) {
   mqa::check_out(kOp, out, call.logits_dtype, p.num_q, p.width, call.q.device());
   for_each_mqa_input(call, [&](const char* name, const at::Tensor& input) {
-    require_no_overlap(kOp, out, name, input);
+    require_no_overlap(kOp, "out", out, name, input);
   });
 }
 

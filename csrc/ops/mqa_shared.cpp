@@ -66,7 +66,7 @@ void check_out(const char* op, const at::Tensor& out, at::ScalarType dtype, int6
   require(op, "out", out, {dtype}, {{"num_q", num_q}, {"width", width}});
   require_device(op, "out", out, device, "q");
   require_rows(op, "out", out);
-  require_separate_rows(op, out);
+  require_separate_rows(op, "out", out);
 }
 
 DType contract_dtype(at::ScalarType type) {

@@ -119,7 +119,7 @@ void check_paged_mqa_out(const PagedMqaLogitsCall& call, const PagedMqaProblem& 
                          const at::Tensor& out) {
   mqa::check_out(kOp, out, call.logits_dtype, p.num_q, p.width, call.q.device());
   for_each_paged_mqa_input(call, [&](const char* name, const at::Tensor& input) {
-    require_no_overlap(kOp, out, name, input);
+    require_no_overlap(kOp, "out", out, name, input);
   });
 }
 

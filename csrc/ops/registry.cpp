@@ -103,12 +103,12 @@ std::vector<BuildReport> paged_metadata_prepare(CaseReader&, const Arch& arch) {
   return {prepare_paged_schedule(arch)};
 }
 
-// Of the ops of the prefill MLP: every backend serves every case that can be written.
+// Of the ops of the prefill MLP.
 template <SiluCase (*kRead)(CaseReader&)>
 std::optional<std::string> silu_op_refusal(CaseReader& reader, Backend backend) {
-  kRead(reader);
+  const SiluCase wanted = kRead(reader);
   reader.finish();
-  return silu_refusal(backend);
+  return silu_refusal(wanted, backend);
 }
 
 template <class Spec>

@@ -130,10 +130,7 @@ GemmProblem check_silu_fold_inputs(const SiluFoldCall& call) {
   check_devices(op, inputs_of(call));
   activation_case(op, call.activation);
   if (!call.round_bf16 && call.fused == false)
-    throw ValueError(
-        fmt::format("{}: round_bf16 must be True with fused=False, whose two launches meet in "
-                    "bfloat16, got False",
-                    op));
+    throw ValueError(fmt::format("{}: {}", op, kUnroundedSplit));
   return p;
 }
 
@@ -146,8 +143,7 @@ GemmProblem check_block_gemm_inputs(const BlockGemmCall& call) {
   require(op, "w_scale", call.w_scale, {at::kFloat, at::kBFloat16},
           {{"ceil(n / 128)", blocks_of(p.num_columns)}, {"ceil(k / 128)", blocks_of(p.k)}});
   if (call.out_dtype != at::kBFloat16 && call.out_dtype != at::kFloat)
-    throw ValueError(fmt::format("{}: out_dtype must be bfloat16 or float32, got {}", op,
-                                 dtype_name(call.out_dtype)));
+    throw ValueError(fmt::format("{}: {}, got {}", op, kGemmDtypes, dtype_name(call.out_dtype)));
   if (call.residual) {
     if (call.out_dtype == at::kFloat)
       require(op, "residual", *call.residual, {at::kBFloat16, at::kFloat},
@@ -191,11 +187,11 @@ void check_quantized_out(const char* op, const QuantizedPair& out, ScaleFormat f
   for (const NamedTensor& one : outs) {
     require_device(op, one.name, one.tensor, device, inputs[0].name);
     require_rows(op, one.name, one.tensor);
-    require_separate_rows(op, one.tensor);
+    require_separate_rows(op, one.name, one.tensor);
     for (const NamedTensor& input : inputs)
-      require_no_overlap(op, one.tensor, input.name, input.tensor);
+      require_no_overlap(op, one.name, one.tensor, input.name, input.tensor);
   }
-  require_no_overlap(op, y, "out scale", y_scale);
+  require_no_overlap(op, "out", y, "out scale", y_scale);
 }
 
 void check_gemm_out(const at::Tensor& out, const BlockGemmCall& call, const GemmProblem& p) {
@@ -203,9 +199,9 @@ void check_gemm_out(const at::Tensor& out, const BlockGemmCall& call, const Gemm
   require(op, "out", out, {call.out_dtype}, {{"num_tokens", p.num_tokens}, {"n", p.num_columns}});
   require_device(op, "out", out, call.x.device(), "x");
   require_rows(op, "out", out);
-  require_separate_rows(op, out);
+  require_separate_rows(op, "out", out);
   for (const NamedTensor& input : inputs_of(call))
-    require_no_overlap(op, out, input.name, input.tensor);
+    require_no_overlap(op, "out", out, input.name, input.tensor);
 }
 
 }  // namespace deep_kernels

@@ -23,6 +23,11 @@ SiluCase activation_case(const char* op, const ActivationCall& call);
 ActivationArgs activation_args(const ActivationCall& call);
 at::ScalarType scale_dtype(ScaleFormat format);
 
+// Refusals of calls and of cases alike.
+inline constexpr const char* kUnroundedSplit =
+    "round_bf16 must be True with fused=False, whose two launches meet in bfloat16, got False";
+inline constexpr const char* kGemmDtypes = "out_dtype must be bfloat16 or float32";
+
 struct NamedTensor {
   const char* name;
   const at::Tensor& tensor;

@@ -156,7 +156,10 @@ SiluCase read_block_gemm_case(CaseReader& reader) {
 }
 SiluCase read_silu_mul_case(CaseReader& reader) { return read_activation(reader); }
 
-std::optional<std::string> silu_refusal(Backend backend) {
+std::optional<std::string> silu_refusal(const SiluCase& wanted, Backend backend) {
+  if (wanted.fused == false && wanted.rounding == Rounding::float32)
+    return std::string(kUnroundedSplit);
+  if (wanted.out_dtype == DType::float16) return fmt::format("{}, got float16", kGemmDtypes);
   if (backend == Backend::sm100) return std::string("there are no sm100 kernels for it yet");
   return std::nullopt;
 }

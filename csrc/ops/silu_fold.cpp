@@ -33,7 +33,8 @@ Place place_of(const char* op, const NamedTensor& first, const std::optional<std
 
 void refuse_unsupported(const char* op, const Place& place) {
   const Backend backend = place.arch ? place.arch->backend : Backend::cpu;
-  if (const auto reason = silu_refusal(backend))
+  // Of the case its checks have refused already what no backend serves.
+  if (const auto reason = silu_refusal({}, backend))
     throw UnsupportedError(fmt::format("{}: {}", op, *reason));
 }
 

@@ -81,7 +81,7 @@ struct SiluCase {
 SiluCase read_silu_fold_case(CaseReader& reader);
 SiluCase read_block_gemm_case(CaseReader& reader);
 SiluCase read_silu_mul_case(CaseReader& reader);
-std::optional<std::string> silu_refusal(Backend backend);
+std::optional<std::string> silu_refusal(const SiluCase& wanted, Backend backend);
 
 // Sizes that the choice of a kernel looks at.
 struct GemmSizes {
