@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -243,22 +242,15 @@ def plot_bars(axes: Any, results: list[dict[str, Any]], legend: Mapping[str, str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON of all figures")
-    parser.add_argument("--plot", type=Path, help="PNG of TFLOPS against shape")
+    timing.add_result_arguments(parser, "TFLOPS against shape")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--rows", type=int, default=len(SHAPES), help="only the first rows of the table")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only rows with all of them: H32 mxfp4, fp8 ragged")
-    parser.add_argument("--replot", type=Path, metavar="JSON", help="measure nothing, plot earlier figures")
     parser.add_argument("--sustained", action="store_true", help="also half a second back to back per shape")
     args = parser.parse_args()
-    if args.replot:
-        if not args.plot:
-            parser.error("--replot needs --plot")
-        plot(json.loads(args.replot.read_text()), args.plot)
-        return 0
-    if not torch.cuda.is_available():
-        print("bench_mqa_logits: a CUDA device is needed, torch sees none", file=sys.stderr)
-        return 2
+    status = timing.settled(parser, args, plot)
+    if status is not None:
+        return status
     dk.set_pdl(False)
     results = []
     for shape in SHAPES[: args.rows]:

@@ -17,7 +17,6 @@ import argparse
 import gc
 import importlib
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -306,22 +305,15 @@ def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON of all figures")
-    parser.add_argument("--plot", type=Path, help="PNG of shares against shape")
-    parser.add_argument("--replot", type=Path, metavar="JSON", help="measure nothing, plot earlier figures")
+    timing.add_result_arguments(parser, "shares against shape")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--rows", type=int, default=len(ROWS), help="only the first rows of the table")
     parser.add_argument("--heads", type=words_of(("32", "64", "128")), default=["64", "32"], help="64,32")
     parser.add_argument("--formats", type=words_of(formats.FORMATS), default=list(formats.FORMATS), help="fp8,mxfp8")
     args = parser.parse_args()
-    if args.replot:
-        if not args.plot:
-            parser.error("--replot needs --plot")
-        plot(json.loads(args.replot.read_text()), args.plot)
-        return 0
-    if not torch.cuda.is_available():
-        print("bench_paged_mqa_logits: a CUDA device is needed, torch sees none", file=sys.stderr)
-        return 2
+    status = timing.settled(parser, args, plot)
+    if status is not None:
+        return status
     dk.set_pdl(False)
     results = []
     for row, heads, format in itertools.product(ROWS[: args.rows], args.heads, args.formats):

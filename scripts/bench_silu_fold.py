@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -274,21 +273,14 @@ def plot(about: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON of all figures")
-    parser.add_argument("--plot", type=Path, help="PNG of TFLOPS against tokens")
-    parser.add_argument("--replot", type=Path, metavar="JSON", help="measure nothing, plot earlier figures")
+    timing.add_result_arguments(parser, "TFLOPS against tokens")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, metavar="S", help="only rows of these: 16 128")
     args = parser.parse_args()
-    if args.replot:
-        if not args.plot:
-            parser.error("--replot needs --plot")
-        plot(json.loads(args.replot.read_text()), args.plot)
-        return 0
-    if not torch.cuda.is_available():
-        print("bench_silu_fold: a CUDA device is needed, torch sees none", file=sys.stderr)
-        return 2
+    status = timing.settled(parser, args, plot)
+    if status is not None:
+        return status
     dk.set_pdl(False)
     results = []
     for shape in SHAPES:

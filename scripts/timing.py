@@ -6,9 +6,11 @@ rotating and alternating order, each replay warmed up by one before it, so that 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,6 +155,28 @@ def fp8_peak_call(size: int = 8192) -> tuple[Callable[[], object], float]:
         lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
         2.0 * size**3,
     )
+
+
+def add_result_arguments(parser: argparse.ArgumentParser, picture: str) -> None:
+    """Where the results of a benchmark go; `picture` says what the plot shows."""
+    parser.add_argument("--out", type=Path, help="JSON of all figures")
+    parser.add_argument("--plot", type=Path, help=f"PNG of {picture}")
+    parser.add_argument("--replot", type=Path, metavar="JSON", help="measure nothing, plot earlier figures")
+
+
+def settled(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, plot: Callable[[dict[str, Any], Path], None]
+) -> int | None:
+    """The exit status of a benchmark that has nothing to measure, or has no card to do it on; else None."""
+    if args.replot:
+        if not args.plot:
+            parser.error("--replot needs --plot")
+        plot(json.loads(args.replot.read_text()), args.plot)
+        return 0
+    if not torch.cuda.is_available():
+        print(f"{Path(parser.prog).stem}: a CUDA device is needed, torch sees none", file=sys.stderr)
+        return 2
+    return None
 
 
 def write_results(

@@ -31,7 +31,8 @@ GemmProblem check_x(const char* op, const at::Tensor& x, const at::Tensor& x_sca
   require(op, "x", x, {at::kFloat8_e4m3fn}, {{"num_tokens", kUnknown}, {"k", kUnknown}});
   GemmProblem p{.num_tokens = size_i32(op, "num_tokens", x, 0),
                 .k = sixteens(op, "k of x", size_i32(op, "k", x, 1)),
-                .num_columns = kUnknown};
+                .num_columns = kUnknown,
+                .wanted = {}};
   require_rows(op, "x", x);
   require_16_bytes(op, "x", x, 1);
   require(op, "x_scale", x_scale, {at::kFloat},
@@ -46,7 +47,7 @@ void check_weight(const char* op, const char* name, const at::Tensor& w) {
 
 void check_devices(const char* op, const NamedTensors& inputs) {
   for (const NamedTensor& input : inputs)
-    require_device(op, input.name, input.tensor, inputs[0].tensor.device(), inputs[0].name);
+    require_device(op, input.name, input.tensor(), inputs[0].tensor().device(), inputs[0].name);
 }
 
 double positive(const char* op, const char* name, double value) {
@@ -128,7 +129,8 @@ GemmProblem check_silu_fold_inputs(const SiluFoldCall& call) {
           {{"2 * ceil(intermediate_size / 128)", blocks == kUnknown ? kUnknown : 2 * blocks},
            {"ceil(k / 128)", blocks_of(p.k)}});
   check_devices(op, inputs_of(call));
-  activation_case(op, call.activation);
+  p.wanted = activation_case(op, call.activation);
+  p.wanted.rounding = call.round_bf16 ? Rounding::bfloat16 : Rounding::float32;
   if (!call.round_bf16 && call.fused == false)
     throw ValueError(fmt::format("{}: {}", op, kUnroundedSplit));
   return p;
@@ -168,28 +170,29 @@ GemmProblem check_silu_mul_inputs(const SiluMulCall& call) {
                     "positive multiple of {}, got {} columns",
                     op, kAlign, columns));
   require_rows(op, "gate_up", call.gate_up);
-  activation_case(op, call.activation);
+  const SiluCase wanted = activation_case(op, call.activation);
   return {.num_tokens = size_i32(op, "num_tokens", call.gate_up, 0),
           .k = kUnknown,
-          .num_columns = columns == kUnknown ? kUnknown : columns / 2};
+          .num_columns = columns == kUnknown ? kUnknown : columns / 2,
+          .wanted = wanted};
 }
 
-void check_quantized_out(const char* op, const QuantizedPair& out, ScaleFormat format,
-                         const GemmProblem& p, const NamedTensors& inputs) {
+void check_quantized_out(const char* op, const QuantizedPair& out, const GemmProblem& p,
+                         const NamedTensors& inputs) {
   const auto& [y, y_scale] = out;
-  const at::Device device = inputs[0].tensor.device();
+  const at::Device device = inputs[0].tensor().device();
   require(op, "out", y, {at::kFloat8_e4m3fn},
           {{"num_tokens", p.num_tokens}, {"intermediate_size", p.num_columns}});
   require(
-      op, "out scale", y_scale, {scale_dtype(format)},
+      op, "out scale", y_scale, {scale_dtype(p.wanted.scale_format)},
       {{"num_tokens", p.num_tokens}, {"ceil(intermediate_size / 128)", blocks_of(p.num_columns)}});
   const NamedTensor outs[] = {{"out", y}, {"out scale", y_scale}};
   for (const NamedTensor& one : outs) {
-    require_device(op, one.name, one.tensor, device, inputs[0].name);
-    require_rows(op, one.name, one.tensor);
-    require_separate_rows(op, one.name, one.tensor);
+    require_device(op, one.name, one.tensor(), device, inputs[0].name);
+    require_rows(op, one.name, one.tensor());
+    require_separate_rows(op, one.name, one.tensor());
     for (const NamedTensor& input : inputs)
-      require_no_overlap(op, one.name, one.tensor, input.name, input.tensor);
+      require_no_overlap(op, one.name, one.tensor(), input.name, input.tensor());
   }
   require_no_overlap(op, "out", y, "out scale", y_scale);
 }
@@ -201,7 +204,7 @@ void check_gemm_out(const at::Tensor& out, const BlockGemmCall& call, const Gemm
   require_rows(op, "out", out);
   require_separate_rows(op, "out", out);
   for (const NamedTensor& input : inputs_of(call))
-    require_no_overlap(op, "out", out, input.name, input.tensor);
+    require_no_overlap(op, "out", out, input.name, input.tensor());
 }
 
 }  // namespace deep_kernels

@@ -1,7 +1,7 @@
 // What calls of the FP8 prefill MLP must look like, whether they run or are being traced.
 #pragma once
 
-#include <vector>
+#include <c10/util/SmallVector.h>
 
 #include "ops/silu_fold.h"
 
@@ -12,6 +12,7 @@ struct GemmProblem {
   int64_t num_tokens;
   int64_t k;
   int64_t num_columns;  // of the result
+  SiluCase wanted;      // the call's words, as far as the op has them
 };
 
 GemmProblem check_silu_fold_inputs(const SiluFoldCall& call);
@@ -28,18 +29,24 @@ inline constexpr const char* kUnroundedSplit =
     "round_bf16 must be True with fused=False, whose two launches meet in bfloat16, got False";
 inline constexpr const char* kGemmDtypes = "out_dtype must be bfloat16 or float32";
 
-struct NamedTensor {
+class NamedTensor {
+ public:
+  NamedTensor(const char* name, const at::Tensor& tensor) : name(name), tensor_(&tensor) {}
+  const at::Tensor& tensor() const { return *tensor_; }
+
   const char* name;
-  const at::Tensor& tensor;
+
+ private:
+  const at::Tensor* tensor_;
 };
-using NamedTensors = std::vector<NamedTensor>;
+using NamedTensors = c10::SmallVector<NamedTensor, 5>;  // all of a call, without an allocation
 NamedTensors inputs_of(const SiluFoldCall& call);
 NamedTensors inputs_of(const BlockGemmCall& call);
 NamedTensors inputs_of(const SiluMulCall& call);
 
 // What is given to be written: dtypes, shapes, device, and that nothing overlaps.
-void check_quantized_out(const char* op, const QuantizedPair& out, ScaleFormat format,
-                         const GemmProblem& p, const NamedTensors& inputs);
+void check_quantized_out(const char* op, const QuantizedPair& out, const GemmProblem& p,
+                         const NamedTensors& inputs);
 void check_gemm_out(const at::Tensor& out, const BlockGemmCall& call, const GemmProblem& p);
 
 }  // namespace deep_kernels

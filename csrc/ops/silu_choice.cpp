@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <span>
 
 #include "ops/checks.h"
@@ -35,51 +34,52 @@ SiluCase read_activation(CaseReader& reader) {
   return activation_case(reader.op().c_str(), {activation, clamp, alpha, up_offset, scale_fmt});
 }
 
-// All that choose_token_groups may give.
-std::vector<u8> all_token_groups(const Arch& arch) {
-  if (arch.backend == Backend::sm89) return {1, 2, 4};
-  return {1, 2};
-}
-
 // What these variables name overrules the choice.
 constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";            // tokens
 constexpr const char* kAlgorithmVariable = "DEEP_KERNELS_SILU_ALGORITHM";  // of the fold
 constexpr const char* kStagesVariable = "DEEP_KERNELS_SILU_STAGES";
 
-// Which of the words a variable holds.
-std::optional<std::size_t> forced(const char* variable, const std::vector<std::string>& words) {
+// Which of the choices a variable names, each by its word(choice). A call whose variables are not
+// set, which is every ordinary one, makes no text.
+template <class Choices, class Word>
+auto forced(const char* variable, const Choices& choices, Word&& word)
+    -> std::optional<std::decay_t<decltype(choices[0])>> {
   const auto text = settings::of_op(variable);
   if (!text) return std::nullopt;
-  const auto found = std::find(words.begin(), words.end(), *text);
-  if (found == words.end())
-    throw ValueError(
-        fmt::format("{} must be one of {}, got '{}'", variable, fmt::join(words, ", "), *text));
-  return found - words.begin();
+  std::vector<std::string> words;
+  for (const auto& choice : choices) {
+    words.push_back(word(choice));
+    if (*text == words.back()) return choice;
+  }
+  throw ValueError(
+      fmt::format("{} must be one of {}, got '{}'", variable, fmt::join(words, ", "), *text));
+}
+
+// All that choose_token_groups may give.
+std::span<const u8> all_token_groups(const Arch& arch) {
+  static constexpr u8 kGroups[] = {1, 2, 4};
+  return std::span(kGroups).first(arch.backend == Backend::sm89 ? 3 : 2);
 }
 
 std::optional<u8> forced_token_groups(const Arch& arch) {
-  const std::vector<u8> groups = all_token_groups(arch);
-  std::vector<std::string> tiles;
-  for (u8 one : groups) tiles.push_back(fmt::format("{}", fold_tile_tokens(arch.backend, one)));
-  const auto index = forced(kTileVariable, tiles);
-  return index ? std::optional(groups[*index]) : std::nullopt;
+  return forced(kTileVariable, all_token_groups(arch), [&](u8 groups) {
+    return fmt::format("{}", fold_tile_tokens(arch.backend, groups));
+  });
 }
 
 FoldAlgorithm choose_algorithm(const Arch& arch) {
   if (arch.backend == Backend::sm90) return FoldAlgorithm::one_pass;
-  const FoldAlgorithm all[] = {FoldAlgorithm::interleaved, FoldAlgorithm::two_pass};
-  return all[forced(kAlgorithmVariable, {name_of(all[0]), name_of(all[1])}).value_or(0)];
+  static constexpr FoldAlgorithm kAll[] = {FoldAlgorithm::interleaved, FoldAlgorithm::two_pass};
+  const auto word = [](FoldAlgorithm one) { return std::string(name_of(one)); };
+  return forced(kAlgorithmVariable, std::span(kAll), word).value_or(kAll[0]);
 }
 
 u8 choose_stages(const Arch& arch, u8 token_groups) {
-  std::vector<std::string> words;
-  std::vector<u8> all;
-  for (u8 stages = 1; stages <= kMaxFoldStages; ++stages)
-    if (fold_has_stages(arch.backend, token_groups, stages)) {
-      all.push_back(stages);
-      words.push_back(fmt::format("{}", stages));
-    }
-  return all[forced(kStagesVariable, words).value_or(all.size() - 1)];
+  const auto most = static_cast<u8>(fold_stages(arch.backend, token_groups));
+  const u8 all[] = {1, most};
+  const bool has_one = most > 1 && fold_has_stages(arch.backend, token_groups, 1);
+  const auto word = [](u8 stages) { return fmt::format("{}", stages); };
+  return forced(kStagesVariable, std::span(all).last(has_one ? 2 : 1), word).value_or(most);
 }
 
 // What a tile takes: time of a round over the card, the largest tile's 100. sm90: H200, 2026-11-30,

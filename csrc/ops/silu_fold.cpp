@@ -23,7 +23,7 @@ struct Place {
 };
 
 Place place_of(const char* op, const NamedTensor& first, const std::optional<std::string>& arch) {
-  const c10::Device device = first.tensor.device();
+  const c10::Device device = first.tensor().device();
   if (device.is_cpu()) return {device, emulator::arch_of(op, arch)};
   if (!device.is_cuda())
     throw ValueError(fmt::format("{}: {} must be on a CPU or CUDA device, got {}", op, first.name,
@@ -40,23 +40,23 @@ void refuse_unsupported(const char* op, const Place& place) {
 
 Place prepare_call(const char* op, const NamedTensors& inputs,
                    const std::optional<std::string>& arch) {
-  for (const NamedTensor& input : inputs) require_no_grad(op, input.name, input.tensor);
-  const c10::DeviceGuard guard(inputs[0].tensor.device());
+  for (const NamedTensor& input : inputs) require_no_grad(op, input.name, input.tensor());
+  const c10::DeviceGuard guard(inputs[0].tensor().device());
   const Place place = place_of(op, inputs[0], arch);
   refuse_unsupported(op, place);
   return place;
 }
 
-QuantizedPair new_pair(const char* op, const GemmProblem& p, ScaleFormat format,
-                       const NamedTensors& inputs, const OptionalPair& out) {
+QuantizedPair new_pair(const char* op, const GemmProblem& p, const NamedTensors& inputs,
+                       const OptionalPair& out) {
   if (out) {
-    check_quantized_out(op, *out, format, p, inputs);
+    check_quantized_out(op, *out, p, inputs);
     return {mqa::writable_out(op, out->first), mqa::writable_out(op, out->second)};
   }
-  const at::TensorOptions options(inputs[0].tensor.device());
+  const at::TensorOptions options(inputs[0].tensor().device());
   return {at::empty({p.num_tokens, p.num_columns}, options.dtype(at::kFloat8_e4m3fn)),
           at::empty({p.num_tokens, ceil_div<int64_t>(p.num_columns, kScaleBlock)},
-                    options.dtype(scale_dtype(format)))};
+                    options.dtype(scale_dtype(p.wanted.scale_format)))};
 }
 
 BlockScaledArgs gemm_args(const at::Tensor& x, const at::Tensor& x_scale, const at::Tensor& w,
@@ -79,8 +79,9 @@ BlockScaledArgs gemm_args(const at::Tensor& x, const at::Tensor& x_scale, const 
 std::vector<emulator::Buffer> buffers_of(const NamedTensors& inputs, const NamedTensors& outs) {
   std::vector<emulator::Buffer> all;
   for (const NamedTensor& out : outs)
-    all.push_back(emulator::buffer(out.name, out.tensor, /*writable=*/true));
-  for (const NamedTensor& input : inputs) all.push_back(emulator::buffer(input.name, input.tensor));
+    all.push_back(emulator::buffer(out.name, out.tensor(), /*writable=*/true));
+  for (const NamedTensor& input : inputs)
+    all.push_back(emulator::buffer(input.name, input.tensor()));
   return all;
 }
 
@@ -135,8 +136,8 @@ void run_gemm(const BlockGemmCall& call, const Place& place, const GemmProblem& 
              args, buffers, maps.x, maps.gate, maps.up);
 }
 
-void run_mul(const SiluMulCall& call, const SiluCase& wanted, const Place& place,
-             const GemmProblem& p, const QuantizedPair& out) {
+void run_mul(const SiluMulCall& call, const Place& place, const GemmProblem& p,
+             const QuantizedPair& out) {
   const auto& [y, y_scale] = out;
   const SiluMulArgs args{.gate_up = static_cast<const u16*>(call.gate_up.const_data_ptr()),
                          .activation = activation_args(call.activation),
@@ -148,8 +149,8 @@ void run_mul(const SiluMulCall& call, const SiluCase& wanted, const Place& place
                          .y_scale_block_stride = y_scale.stride(1),
                          .num_tokens = static_cast<i32>(p.num_tokens),
                          .num_columns = static_cast<i32>(p.num_columns)};
-  if (!place.arch) return cpu::silu_mul(args, wanted.activation, wanted.scale_format);
-  const SiluMulSpec spec = choose_silu_mul_spec(wanted);
+  if (!place.arch) return cpu::silu_mul(args, p.wanted.activation, p.wanted.scale_format);
+  const SiluMulSpec spec = choose_silu_mul_spec(p.wanted);
   const auto buffers = [&] {
     return buffers_of(inputs_of(call), {{"out", y}, {"out scale", y_scale}});
   };
@@ -158,8 +159,8 @@ void run_mul(const SiluMulCall& call, const SiluCase& wanted, const Place& place
 
 // The two launches: one GEMM of all rows where their scales' blocks go on from gate to up, else one
 // for gate and one for up.
-void run_two_launches(const SiluFoldCall& call, const SiluCase& wanted, const Place& place,
-                      const GemmProblem& p, const QuantizedPair& out) {
+void run_two_launches(const SiluFoldCall& call, const Place& place, const GemmProblem& p,
+                      const QuantizedPair& out) {
   const int64_t columns = p.num_columns;
   const at::Tensor gate_up =
       at::empty({p.num_tokens, 2 * columns}, call.x.options().dtype(at::kBFloat16));
@@ -171,9 +172,9 @@ void run_two_launches(const SiluFoldCall& call, const SiluCase& wanted, const Pl
     const at::Tensor w = call.w_gate_up.narrow(0, part * rows, rows);
     const at::Tensor w_scale = call.w_scale.narrow(0, part * scale_rows, scale_rows);
     run_gemm({call.x, call.x_scale, w, w_scale, at::kBFloat16, no_residual, call.arch}, place,
-             {p.num_tokens, p.k, rows}, gate_up.narrow(1, part * rows, rows));
+             {p.num_tokens, p.k, rows, {}}, gate_up.narrow(1, part * rows, rows));
   }
-  run_mul({gate_up, call.activation, call.arch}, wanted, place, p, out);
+  run_mul({gate_up, call.activation, call.arch}, place, p, out);
 }
 
 }  // namespace
@@ -183,23 +184,20 @@ QuantizedPair silu_fold(const SiluFoldCall& call, const OptionalPair& out) {
   const NamedTensors inputs = inputs_of(call);
   const Place place = prepare_call(kSiluFoldOp, inputs, call.arch);
   const c10::DeviceGuard guard(place.device);
-  SiluCase wanted = activation_case(kSiluFoldOp, call.activation);
-  wanted.rounding = call.round_bf16 ? Rounding::bfloat16 : Rounding::float32;
-  QuantizedPair result = new_pair(kSiluFoldOp, p, wanted.scale_format, inputs, out);
+  QuantizedPair result = new_pair(kSiluFoldOp, p, inputs, out);
   if (p.num_tokens == 0) return result;
   const GemmSizes sizes = sizes_of(p, place);
   const bool fuses =
       call.fused.value_or(!call.round_bf16 || !place.arch || choose_fused(*place.arch, sizes));
   if (fuses)
-    run_fold(call, wanted, place, sizes, result);
+    run_fold(call, p.wanted, place, sizes, result);
   else
-    run_two_launches(call, wanted, place, p, result);
+    run_two_launches(call, place, p, result);
   return result;
 }
 void check_silu_fold(const SiluFoldCall& call, const OptionalPair& out) {
   const GemmProblem p = check_silu_fold_inputs(call);
-  const SiluCase wanted = activation_case(kSiluFoldOp, call.activation);
-  if (out) check_quantized_out(kSiluFoldOp, *out, wanted.scale_format, p, inputs_of(call));
+  if (out) check_quantized_out(kSiluFoldOp, *out, p, inputs_of(call));
 }
 
 at::Tensor block_gemm(const BlockGemmCall& call, const std::optional<at::Tensor>& out) {
@@ -223,15 +221,13 @@ QuantizedPair silu_mul(const SiluMulCall& call, const OptionalPair& out) {
   const NamedTensors inputs = inputs_of(call);
   const Place place = prepare_call(kSiluMulOp, inputs, call.arch);
   const c10::DeviceGuard guard(place.device);
-  const SiluCase wanted = activation_case(kSiluMulOp, call.activation);
-  QuantizedPair result = new_pair(kSiluMulOp, p, wanted.scale_format, inputs, out);
-  if (p.num_tokens > 0) run_mul(call, wanted, place, p, result);
+  QuantizedPair result = new_pair(kSiluMulOp, p, inputs, out);
+  if (p.num_tokens > 0) run_mul(call, place, p, result);
   return result;
 }
 void check_silu_mul(const SiluMulCall& call, const OptionalPair& out) {
   const GemmProblem p = check_silu_mul_inputs(call);
-  const SiluCase wanted = activation_case(kSiluMulOp, call.activation);
-  if (out) check_quantized_out(kSiluMulOp, *out, wanted.scale_format, p, inputs_of(call));
+  if (out) check_quantized_out(kSiluMulOp, *out, p, inputs_of(call));
 }
 
 }  // namespace deep_kernels
