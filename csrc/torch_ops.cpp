@@ -1,22 +1,17 @@
 // The operators of torch.ops.deep_kernels: schemas and addresses.
 #include <torch/library.h>
 
-#include "ops/attention.h"
-#include "ops/guards.h"
 #include "ops/mqa_logits.h"
 #include "ops/paged_mqa_logits.h"
 #include "ops/silu_fold.h"
 #include "python_errors.h"
+#include "torch_ops.h"
 
 namespace deep_kernels {
 namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-
-std::optional<std::string> owned(std::optional<std::string_view> text) {
-  return text ? std::optional<std::string>(*text) : std::nullopt;
-}
 
 Tensor mqa_logits_op(const Tensor& q, const OptionalTensor& q_scale, const Tensor& kv,
                      const Tensor& kv_scale, const Tensor& weights, const Tensor& kv_start,
@@ -154,79 +149,6 @@ void silu_mul_out_op(const Tensor& gate_up, std::string_view activation, Optiona
   });
 }
 
-using OptionalInt = std::optional<int64_t>;
-
-AttentionCall attention_call(const Tensor& q, const Tensor& k, const Tensor& v,
-                             const PackedTokens* packed, bool causal, OptionalNumber softmax_scale,
-                             OptionalInt ex2_freq, OptionalInt ex2_res, OptionalInt ex2_start,
-                             OptionalInt num_splits, OptionalText arch) {
-  return {q,          k,          v, packed, causal, softmax_scale, {ex2_freq, ex2_res, ex2_start},
-          num_splits, owned(arch)};
-}
-
-std::tuple<Tensor, Tensor> attention_op(const Tensor& q, const Tensor& k, const Tensor& v,
-                                        bool causal, OptionalNumber softmax_scale,
-                                        OptionalInt ex2_freq, OptionalInt ex2_res,
-                                        OptionalInt ex2_start, OptionalInt num_splits,
-                                        OptionalText arch) {
-  return raising_in_python([&]() -> std::tuple<Tensor, Tensor> {
-    auto [out, lse] = attention(attention_call(q, k, v, nullptr, causal, softmax_scale, ex2_freq,
-                                               ex2_res, ex2_start, num_splits, arch),
-                                std::nullopt);
-    return {out, lse};
-  });
-}
-
-Tensor attention_out_op(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                        OptionalNumber softmax_scale, OptionalInt ex2_freq, OptionalInt ex2_res,
-                        OptionalInt ex2_start, OptionalInt num_splits, OptionalText arch,
-                        Tensor& out) {
-  return raising_in_python([&] {
-    return attention(attention_call(q, k, v, nullptr, causal, softmax_scale, ex2_freq, ex2_res,
-                                    ex2_start, num_splits, arch),
-                     out)
-        .lse;
-  });
-}
-
-std::tuple<Tensor, Tensor> varlen_attention_op(const Tensor& q, const Tensor& k, const Tensor& v,
-                                               const Tensor& cu_q, const Tensor& cu_k,
-                                               int64_t max_q, int64_t max_k, bool causal,
-                                               OptionalNumber softmax_scale, OptionalInt ex2_freq,
-                                               OptionalInt ex2_res, OptionalInt ex2_start,
-                                               OptionalInt num_splits, OptionalText arch) {
-  return raising_in_python([&]() -> std::tuple<Tensor, Tensor> {
-    const PackedTokens packed{cu_q, cu_k, max_q, max_k};
-    auto [out, lse] = attention(attention_call(q, k, v, &packed, causal, softmax_scale, ex2_freq,
-                                               ex2_res, ex2_start, num_splits, arch),
-                                std::nullopt);
-    return {out, lse};
-  });
-}
-
-Tensor varlen_attention_out_op(const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Tensor& cu_q, const Tensor& cu_k, int64_t max_q, int64_t max_k,
-                               bool causal, OptionalNumber softmax_scale, OptionalInt ex2_freq,
-                               OptionalInt ex2_res, OptionalInt ex2_start, OptionalInt num_splits,
-                               OptionalText arch, Tensor& out) {
-  return raising_in_python([&] {
-    const PackedTokens packed{cu_q, cu_k, max_q, max_k};
-    return attention(attention_call(q, k, v, &packed, causal, softmax_scale, ex2_freq, ex2_res,
-                                    ex2_start, num_splits, arch),
-                     out)
-        .lse;
-  });
-}
-
-void guard_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  raising_in_python([&] { refuse_what_no_backend_serves(op, *stack); });
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
-void refuse_lazy_out_op(const c10::OperatorHandle& op, torch::jit::Stack*) {
-  raising_in_python([&] { refuse_lazy_out(op); });
-}
-
 TORCH_LIBRARY(deep_kernels, m) {
   m.def(
       "fp8_fp4_mqa_logits(Tensor q, Tensor? q_scale, Tensor kv, Tensor kv_scale, Tensor weights, "
@@ -278,24 +200,6 @@ TORCH_LIBRARY(deep_kernels, m) {
   m.def(
       "silu_mul_to_fp8_block128_out(Tensor gate_up, str activation, float? clamp, float? alpha, "
       "float up_offset, str scale_fmt, str? arch, Tensor(a!) out, Tensor(b!) out_scale) -> ()");
-  m.def(
-      "flash_attn_fwd(Tensor q, Tensor k, Tensor v, bool causal=False, float? softmax_scale=None, "
-      "int? ex2_emu_freq=None, int? ex2_emu_res=None, int? ex2_emu_start_frg=None, "
-      "int? num_splits=None, str? arch=None) -> (Tensor, Tensor)");
-  m.def(
-      "flash_attn_fwd_out(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, "
-      "int? ex2_emu_freq, int? ex2_emu_res, int? ex2_emu_start_frg, int? num_splits, str? arch, "
-      "Tensor(a!) out) -> Tensor");
-  m.def(
-      "flash_attn_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
-      "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal=False, "
-      "float? softmax_scale=None, int? ex2_emu_freq=None, int? ex2_emu_res=None, "
-      "int? ex2_emu_start_frg=None, int? num_splits=None, str? arch=None) -> (Tensor, Tensor)");
-  m.def(
-      "flash_attn_varlen_fwd_out(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
-      "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, "
-      "float? softmax_scale, int? ex2_emu_freq, int? ex2_emu_res, int? ex2_emu_start_frg, "
-      "int? num_splits, str? arch, Tensor(a!) out) -> Tensor");
 }
 
 void register_kernels(torch::Library& m) {
@@ -311,10 +215,6 @@ void register_kernels(torch::Library& m) {
   m.impl("fp8_block_gemm_nt_out", block_gemm_out_op);
   m.impl("silu_mul_to_fp8_block128", silu_mul_op);
   m.impl("silu_mul_to_fp8_block128_out", silu_mul_out_op);
-  m.impl("flash_attn_fwd", attention_op);
-  m.impl("flash_attn_fwd_out", attention_out_op);
-  m.impl("flash_attn_varlen_fwd", varlen_attention_op);
-  m.impl("flash_attn_varlen_fwd_out", varlen_attention_out_op);
 }
 TORCH_LIBRARY_IMPL(deep_kernels, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(deep_kernels, CUDA, m) { register_kernels(m); }
@@ -324,16 +224,13 @@ TORCH_LIBRARY_IMPL(deep_kernels, Autograd, m) {
        {"fp8_fp4_mqa_logits", "fp8_fp4_mqa_logits_out", "get_mqa_logits_metadata",
         "fp8_fp4_paged_mqa_logits", "fp8_fp4_paged_mqa_logits_out", "get_paged_mqa_logits_metadata",
         "fp8_silu_fold_prefill", "fp8_silu_fold_prefill_out", "fp8_block_gemm_nt",
-        "fp8_block_gemm_nt_out", "silu_mul_to_fp8_block128", "silu_mul_to_fp8_block128_out",
-        "flash_attn_fwd", "flash_attn_fwd_out", "flash_attn_varlen_fwd",
-        "flash_attn_varlen_fwd_out"})
+        "fp8_block_gemm_nt_out", "silu_mul_to_fp8_block128", "silu_mul_to_fp8_block128_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&guard_op>());
 }
 void refuse_lazy_outs(torch::Library& m) {
   for (const char* name :
        {"fp8_fp4_mqa_logits_out", "fp8_fp4_paged_mqa_logits_out", "fp8_silu_fold_prefill_out",
-        "fp8_block_gemm_nt_out", "silu_mul_to_fp8_block128_out", "flash_attn_fwd_out",
-        "flash_attn_varlen_fwd_out"})
+        "fp8_block_gemm_nt_out", "silu_mul_to_fp8_block128_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_lazy_out_op>());
 }
 TORCH_LIBRARY_IMPL(deep_kernels, Negative, m) { refuse_lazy_outs(m); }

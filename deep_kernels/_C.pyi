@@ -178,9 +178,7 @@ def check_silu_mul_to_fp8_block128(
 def flash_attn_fwd(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None, /
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # or NotImplemented; options: keywords in the order of the op, return_lse last
-def check_flash_attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None, /
-) -> None: ...
+def check_flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None, /) -> None: ...
 def flash_attn_varlen_fwd(
     q: Tensor,
     k: Tensor,

@@ -76,7 +76,7 @@ LAYERS = (
         (
             *("ops/", "runtime/"),
             *(f"python_{name}.h" for name in ("args", "emulator", "errors", "lock", "ops", "text")),
-            *("fmt/", "pybind11/", "Python.h", "cxxabi.h", *TORCH, "<std>"),
+            *("torch_ops.h", "fmt/", "pybind11/", "Python.h", "cxxabi.h", *TORCH, "<std>"),
         ),
         is_deep=False,
     ),

@@ -92,7 +92,7 @@ class TileWorker {
       ends_[row] = attention_visible_end(query, member_.num_q, member_.num_kv, problem_.causal);
       states_[row] = kEmptyRow;
     }
-    std::fill(sums_.begin(), sums_.end(), 0.0f);
+    std::fill_n(sums_.begin(), num_rows_ * dim_, 0.0f);
   }
 
   void load_keys(i32 first_key) {
@@ -114,7 +114,7 @@ class TileWorker {
   void add_group(i32 first, i32 count, i32 first_key) {
     const i32 most = visible(first + count - 1, first_key);
     if (most == 0) return;
-    std::fill(scores_.begin(), scores_.end(), 0.0f);
+    std::fill_n(scores_.begin(), count * kCpuTileKeys, 0.0f);
     add_row_products({&q_[first * dim_], dim_}, count, {k_.data(), kCpuTileKeys}, dim_,
                      align_up(most, kRowProductColumns), scores_.data(), kCpuTileKeys);
     for (i32 i = 0; i < count; ++i) {

@@ -12,10 +12,10 @@ constexpr i32 kLanes = 16;  // partial maxima and sums, so that loops stay on ve
 static_assert(kCpuTileKeys % kLanes == 0);
 
 // NaN is left out; it gets into the sum of powers.
-DK_INLINE float maximum_of(const float* scores) {
+DK_INLINE float maximum_of(const float* scores, i32 width) {
   float lanes[kLanes];
   for (i32 i = 0; i < kLanes; ++i) lanes[i] = -__builtin_inff();
-  for (i32 first = 0; first < kCpuTileKeys; first += kLanes)
+  for (i32 first = 0; first < width; first += kLanes)
     for (i32 i = 0; i < kLanes; ++i)
       lanes[i] = scores[first + i] > lanes[i] ? scores[first + i] : lanes[i];
   float result = lanes[0];
@@ -23,9 +23,9 @@ DK_INLINE float maximum_of(const float* scores) {
   return result;
 }
 
-DK_INLINE float sum_of(const float* powers) {
+DK_INLINE float sum_of(const float* powers, i32 width) {
   float lanes[kLanes] = {};
-  for (i32 first = 0; first < kCpuTileKeys; first += kLanes)
+  for (i32 first = 0; first < width; first += kLanes)
     for (i32 i = 0; i < kLanes; ++i) lanes[i] += powers[first + i];
   float sum = 0.0f;
   for (float lane : lanes) sum += lane;
@@ -33,8 +33,8 @@ DK_INLINE float sum_of(const float* powers) {
 }
 
 template <i32 kDegree>
-DK_INLINE void emulate(const u32* emulated, const float* exponents, float* powers) {
-  for (i32 i = 0; i < kCpuTileKeys; ++i)
+DK_INLINE void emulate(const u32* emulated, const float* exponents, i32 width, float* powers) {
+  for (i32 i = 0; i < width; ++i)
     powers[i] = select(emulated[i] != 0, exp2_emulated<kDegree>(exponents[i]), powers[i]);
 }
 
@@ -50,10 +50,11 @@ Ex2Rule::Ex2Rule(Ex2Emulation ex2, DType dtype) {
 
 DK_VECTORIZED_FMA float softmax_tile(const Ex2Rule& rule, float scale_log2, i32 count,
                                      float* scores, RowState& state) {
+  const i32 width = align_up(count, kLanes);  // more would add zeros
   float exponents[kCpuTileKeys];
-  for (i32 i = 0; i < kCpuTileKeys; ++i)
+  for (i32 i = 0; i < width; ++i)
     exponents[i] = select(i < count, scores[i] * scale_log2, -__builtin_inff());
-  const float maximum = maximum_of(exponents);
+  const float maximum = maximum_of(exponents, width);
   float factor = 1.0f;
   if (attention_rescales(state.reference, maximum)) {
     factor = exp2_exact(state.reference - maximum);
@@ -62,11 +63,11 @@ DK_VECTORIZED_FMA float softmax_tile(const Ex2Rule& rule, float scale_log2, i32 
   }
   // Where all are -inf so far, any number keeps their powers 0.
   const float reference = state.reference == -__builtin_inff() ? 0.0f : state.reference;
-  for (i32 i = 0; i < kCpuTileKeys; ++i) exponents[i] -= reference;
-  for (i32 i = 0; i < kCpuTileKeys; ++i) scores[i] = exp2_exact(exponents[i]);
-  if (rule.degree == 3) emulate<3>(rule.emulated, exponents, scores);
-  if (rule.degree == 4) emulate<4>(rule.emulated, exponents, scores);
-  state.sum += sum_of(scores);
+  for (i32 i = 0; i < width; ++i) exponents[i] -= reference;
+  for (i32 i = 0; i < width; ++i) scores[i] = exp2_exact(exponents[i]);
+  if (rule.degree == 3) emulate<3>(rule.emulated, exponents, width, scores);
+  if (rule.degree == 4) emulate<4>(rule.emulated, exponents, width, scores);
+  state.sum += sum_of(scores, width);
   return factor;
 }
 

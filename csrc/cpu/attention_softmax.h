@@ -19,8 +19,8 @@ struct RowState {
 };
 inline constexpr RowState kEmptyRow = {-__builtin_inff(), 0.0f};
 
-// scores[0 .. count), dot products of one tile, become powers, and the others zeros. Returns what
-// the sums of earlier tiles have to be multiplied by, which of state.sum is done.
+// scores[0 .. count), dot products of one tile, become powers. Returns what the sums of earlier
+// tiles have to be multiplied by; of state.sum it is done.
 float softmax_tile(const Ex2Rule& rule, float scale_log2, i32 count, float* scores,
                    RowState& state);
 
