@@ -130,23 +130,16 @@ def poisoned(inputs: Inputs, name: str, token: int, value: float) -> Inputs:
 @by_head_dim
 @pytest.mark.parametrize("name", ("k", "v"))
 def test_what_no_query_sees_changes_nothing(backend: Backend, name: str, head_dim: int) -> None:
-    """Keys that a causal mask hides from all."""
-    case = Case(2, 70, 60, head_dim=head_dim, causal=True, ex2=(1, 1))
-    inputs = make_inputs(case, backend.device)
-    # The queries of a longer call, cut off before the last keys come into view.
-    longer = Inputs(inputs.q[:, :50], inputs.k, inputs.v)
-    packed_q = torch.cat((longer.q, longer.q), dim=1)[:, :50]
+    """Neither the keys of other members, nor those behind the last one."""
+    case = Case(head_dim=head_dim, causal=True, ex2=(1, 1))
+    packed = pack(case, [(70, 50), (3, 90)], backend.device, behind=60)
+    out, lse = attend_packed(backend, packed, **case.options)
     for value in (NAN, INF, -INF):
-        wanted = dk.flash_attn_fwd(packed_q, inputs.k[:, :50], inputs.v[:, :50], causal=True, return_lse=True,
-                                   arch=backend.arch, **emulation((1, 1)))  # fmt: skip
-        far = inputs.clone()
-        getattr(far, name)[:, 50:] = value
-        # Members whose keys end at 50 in a tensor that goes on with poison.
-        cu = torch.tensor([0, 50], dtype=torch.int32, device=backend.device)
-        for index in range(2):
-            found = dk.flash_attn_varlen_fwd(packed_q[index], far.k[index], far.v[index], cu, cu, 50, 50, causal=True,
-                                             return_lse=True, arch=backend.arch, **emulation((1, 1)))  # fmt: skip
-            assert_same(found, (wanted[0][index], wanted[1][index]))
+        for first, num_rows in ((140, 73), (50, 70)):  # behind all; the second member too
+            inputs = packed.inputs.clone()
+            getattr(inputs, name)[first:] = value
+            found = attend_packed(backend, replace(packed, inputs=inputs), **case.options)
+            assert_same((found[0][:num_rows], found[1][:, :num_rows]), (out[:num_rows], lse[:, :num_rows]))
 
 
 @pytest.mark.parametrize("token", (0, 130, 299))
