@@ -189,9 +189,7 @@ class Packed:
     def members(self) -> list[tuple[slice, slice]]:
         return [
             (slice(q0, q1), slice(k0, k1))
-            for (q0, q1), (k0, k1) in zip(
-                neighbours(self.cu_q.tolist()), neighbours(self.cu_k.tolist()), strict=True
-            )
+            for (q0, q1), (k0, k1) in zip(neighbours(self.cu_q.tolist()), neighbours(self.cu_k.tolist()), strict=True)
         ]
 
     def member(self, q: slice, kv: slice) -> Inputs:

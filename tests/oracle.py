@@ -442,7 +442,7 @@ class Attention:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Attention:
-    """softmax(scale * q k^T) v of [num_q, heads, dim] and [num_kv, kv heads, dim]; queries that see as much together."""
+    """softmax(scale * q k^T) v of [num_q, heads, dim] and [num_kv, kv heads, dim]."""
     q, k, v = (x.detach().cpu().double().transpose(0, 1) for x in (q, k, v))
     (num_heads, num_q, dim), (num_kv_heads, num_kv) = q.shape, k.shape[:2]
     k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (k, v))

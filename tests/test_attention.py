@@ -1,4 +1,4 @@
-"""Flash attention: results against the formula, special values, which exponentials are emulated, what keeps its bits."""
+"""Flash attention: results against the formula, special values, emulated exponentials, what keeps its bits."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def test_agrees_with_the_formula(backend: Backend, case: Case) -> None:
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "{}-{}".format(*heads))
 @by_head_dim
 @by_dtype
-def test_every_kind(
-    backend: Backend, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], causal: bool
-) -> None:
+def test_every_kind(backend: Backend, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], causal: bool) -> None:
     case = Case(1, 70, 141, heads, head_dim, dtype, causal, ex2=(4, 3))
     inputs = make_inputs(case, backend.device)
     check(backend, case, inputs, run_case(backend, case, inputs))
@@ -210,7 +208,9 @@ def test_scores_far_below_the_largest(backend: Backend, dtype: torch.dtype, ex2:
     scores[:, 9] = below
     values = torch.zeros(64, 128)
     values[9] = 2.0**14
-    out, lse = attend(backend, chosen_scores(scores, values, dtype, backend.device), softmax_scale=LN2, **emulation(ex2))
+    out, lse = attend(
+        backend, chosen_scores(scores, values, dtype, backend.device), softmax_scale=LN2, **emulation(ex2)
+    )
     p = torch.where(below < -127, 0.0, torch.exp2(below.double()))
     p = torch.where(below < -126, 0.0, p)
     found = out[0, :, 0].double().cpu()

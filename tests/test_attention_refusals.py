@@ -110,7 +110,8 @@ OF_BOTH = (
     ("out-last-stride", out(every_second), None),
     ("out-a-pair", out(lambda x: (x, x)), "out must be a torch.Tensor or None, got tuple"),
     ("out-grad", out(lambda x: x.requires_grad_()), f"out {FORWARD_ONLY}"),
-    ("out-over-q", lambda a: {"out": a["q"]}, "out must not share memory with another argument, got one that overlaps q"),
+    ("out-over-q", lambda a: {"out": a["q"]},
+     "out must not share memory with another argument, got one that overlaps q"),
     ("out-over-v", lambda a: {"out": a["v"].flatten()[: a["q"].numel()].view(a["q"].shape)},
      "out must not share memory with another argument, got one that overlaps v"),
 )  # fmt: skip

@@ -10,8 +10,8 @@ import pytest
 import torch
 from attention_cases import Case, Inputs, Packed, attend, attend_packed, laid_out, make_inputs, pack, with_kernels
 from conftest import Backend
-from mqa_cases import assert_same_bits
 from modes import CountingDispatch, CountingFunction, Wrapped
+from mqa_cases import assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
