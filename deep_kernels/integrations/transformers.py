@@ -94,7 +94,8 @@ def _serves(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
         return False
     if not (query.dtype == key.dtype == value.dtype) or query.shape[3] != value.shape[3]:
         return False
-    return _has_kernel(query.dtype, query.shape[3], query.device.type)
+    has_kernel: bool = _has_kernel(query.dtype, query.shape[3], query.device.type)
+    return has_kernel
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
