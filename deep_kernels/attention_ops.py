@@ -131,7 +131,8 @@ def ex2_emulated_share(freq: int, res: int, start_frg: int = 0, *, fragment: int
     Args:
         freq, res, start_frg: as ex2_emu_freq, ex2_emu_res and ex2_emu_start_frg of flash_attn_fwd.
         fragment: elements of a fragment, even, from 2 to 1048576. cpu: 32. sm89 and sm90: a thread's part of a row of
-            one tile of keys, a quarter of the tile.
+            one tile of keys, a quarter of the tile: sm89 16, at head_dim 256 8; sm90 32, 20 and 20 at head_dim 64, 128
+            and 256, there 16 if causal.
         num_fragments: of a row of one tile, from 1 to 1048576. cpu: 4. sm89 and sm90: 1.
     Units: a share from 0 to 1.
     Returns:

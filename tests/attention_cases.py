@@ -228,6 +228,15 @@ def fragments(backend: Backend, head_dim: int, causal: bool) -> tuple[int, int, 
     return tile, tile // 4, 1
 
 
+def is_emulated(freq: int, res: int, start: int, k: int, fragment: int, count: int) -> bool:
+    """The rule in words: pairs by their even index; neither the last of several fragments nor one before start."""
+    if freq == 0 or fragment < start:
+        return False
+    if count > 1 and fragment == count - 1:
+        return False
+    return (k - k % 2) % freq >= freq - res
+
+
 def bounds(backend: Backend, case: Case, exact: oracle.Attention) -> tuple[oracle.Bounded, oracle.Bounded]:
     """out and lse of one member, and how far off they may be."""
     # A score is off by the sum's rounding, and by that of the subtraction: as a share of its power.

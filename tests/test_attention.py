@@ -29,6 +29,7 @@ from attention_cases import (
     chosen_scores,
     emulation,
     fragments,
+    is_emulated,
     laid_out,
     make_inputs,
     pack,
@@ -225,15 +226,6 @@ def test_scores_far_below_the_largest(backend: Backend, dtype: torch.dtype, ex2:
 # ------------------------------------------------------------------------------------------ emulation
 
 
-def is_emulated(freq: int, res: int, start: int, k: int, fragment: int, count: int) -> bool:
-    """The rule in words: pairs by their even index; neither the last of several fragments nor one before start."""
-    if freq == 0 or fragment < start:
-        return False
-    if count > 1 and fragment == count - 1:
-        return False
-    return (k - k % 2) % freq >= freq - res
-
-
 RULES = ((4, 3, 0), (4, 3, 2), (14, 6, 0), (16, 1, 0), (5, 2, 1), (1, 1, 0), (100, 90, 0), (1000, 10, 0), (0, 7, 0),
          (9, 0, 0), (2, 1, 0), (3, 3, 3), (4, 4, 9))  # fmt: skip
 
@@ -411,6 +403,12 @@ def test_odd_strides_are_right_or_refused(backend: Backend) -> None:
         else:
             with pytest.raises(ValueError, match=f"{name} must have strides that are positive multiples of 16 bytes"):
                 run_case(backend, case, odd)
+    out = torch.zeros(2, 20, 4, 67, dtype=inputs.q.dtype, device=backend.device)[..., 1:-2]
+    if backend.name == "cpu":
+        assert_same(attend(backend, inputs, out=out, **case.options), wanted)
+    else:
+        with pytest.raises(ValueError, match="out must have strides that are positive multiples of 16 bytes"):
+            attend(backend, inputs, out=out, **case.options)
 
 
 def test_keys_of_one_head_may_be_expanded(backend: Backend) -> None:

@@ -267,35 +267,6 @@ def test_grad_is_refused_in_grad_mode_alone(backend: Backend, op: str) -> None:
             assert torch.equal(call(op, values), wanted)
 
 
-def test_transforms_are_refused(backend: Backend) -> None:
-    values = arguments(OP, backend)
-    inputs = tuple(values[name] for name in "qkv")
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = dk.flash_attn_fwd(q, k, v, arch=backend.arch)
-        assert isinstance(out, Tensor)
-        return out
-
-    with pytest.raises(ValueError, match="k requires grad, but the op is forward only"):
-        torch.func.grad(lambda k: run(inputs[0], k, inputs[2]).float().sum())(inputs[1])
-    with pytest.raises(ValueError, match="q requires grad, but the op is forward only"):
-        torch.func.jvp(lambda q: run(q, *inputs[1:]), inputs[:1], inputs[:1])
-
-
-def test_lazy_views(backend: Backend) -> None:
-    """Inputs are resolved by the dispatcher; what is written must be plain memory."""
-    values = arguments(OP, backend)
-    wanted = call(OP, {**values, "v": -values["v"]})
-    assert torch.equal(call(OP, {**values, "v": torch._neg_view(values["v"])}), wanted)
-    lazy = torch._neg_view(torch.empty_like(values["q"]))
-    words = f"{OP}: out must be plain memory, got a view that is conjugated or negated"
-    assert_refused(ValueError, words, lambda: call(OP, {**values, "out": lazy}))
-    options = (False, None, None, None, None, None, backend.arch)
-    inputs = tuple(values[name] for name in "qkv")
-    function = torch.ops.deep_kernels.flash_attn_fwd_out
-    assert_refused(ValueError, words, lambda: function(*inputs, *options, lazy))
-
-
 @pytest.mark.parametrize(
     "words, sentence",
     (

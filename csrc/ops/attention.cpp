@@ -56,9 +56,13 @@ struct Strides {
   i64 batch, token, head;
 
   Strides(const at::Tensor& tensor, bool packed)
-      : batch(packed ? 0 : tensor.stride(0)),
-        token(tensor.stride(packed ? 0 : 1)),
-        head(tensor.stride(packed ? 1 : 2)) {}
+      : batch(packed ? 0 : elements(tensor, 0)),
+        token(elements(tensor, packed ? 0 : 1)),
+        head(elements(tensor, packed ? 1 : 2)) {}
+
+  static i64 elements(const at::Tensor& tensor, int64_t dim) {
+    return stride_bytes(tensor, dim) / static_cast<i64>(sizeof(u16));
+  }
 };
 
 AttentionArgs args_of(const AttentionCall& call, const AttentionProblem& p,
@@ -128,7 +132,7 @@ void run_on_cpu(const AttentionCase& wanted, AttentionArgs& args) {
 
 void run_on_card(const AttentionCall& call, const AttentionCase& wanted, const Place& place,
                  AttentionArgs& args, const AttentionResult& result) {
-  check_card_strides(call);
+  check_card_strides(call, result.out);
   const Arch& arch = *place.arch;
   const i32 num_sms = usable_sms(place.device);
   AttentionSpec spec = choose_attention_spec(wanted, arch, /*split=*/false);

@@ -189,9 +189,10 @@ void check_cu_seqlens(const AttentionCall& call, const AttentionProblem& p) {
   check_sums(call.op(), "cu_seqlens_k", call.packed->cu_seqlens_k, p.num_kv);
 }
 
-void check_card_strides(const AttentionCall& call) {
-  for (const NamedTensor& input : {NamedTensor("q", call.q), {"k", call.k}, {"v", call.v}})
-    require_16_bytes(call.op(), input.name, input.tensor(), input.tensor().dim() - 1);
+void check_card_strides(const AttentionCall& call, const at::Tensor& out) {
+  for (const NamedTensor& one : {NamedTensor("q", call.q), NamedTensor("k", call.k),
+                                 NamedTensor("v", call.v), NamedTensor("out", out)})
+    require_16_bytes(call.op(), one.name, one.tensor(), one.tensor().dim() - 1);
 }
 
 }  // namespace deep_kernels

@@ -25,6 +25,6 @@ void check_attention_out(const at::Tensor& out, const AttentionCall& call);
 // What only a call that runs can be asked: the content of cu_seqlens on the CPU.
 void check_cu_seqlens(const AttentionCall& call, const AttentionProblem& p);
 // What copies of 16 bytes need.
-void check_card_strides(const AttentionCall& call);
+void check_card_strides(const AttentionCall& call, const at::Tensor& out);
 
 }  // namespace deep_kernels

@@ -29,8 +29,8 @@ struct AttentionArgs {
   i64 k_batch_stride, k_token_stride, k_head_stride;
   i64 v_batch_stride, v_token_stride, v_head_stride;
   i64 out_batch_stride, out_token_stride, out_head_stride;
-  i64 total_q;   // tokens of all members: rows that q, k and v have
-  i64 total_kv;  //
+  i64 total_q;  // tokens of all members
+  i64 total_kv;
   i32 batch;
   i32 num_q;  // of a member; with cu_seqlens what the caller said is the most, which may be wrong
   i32 num_kv;
@@ -48,9 +48,9 @@ struct AttentionArgs {
 
 // One member of the batch. What cu_seqlens says is cut to what is there.
 struct AttentionMember {
-  i64 batch;     // along the batch strides: 0 with cu_seqlens
-  i64 first_q;   // along the token strides: 0 without
-  i64 first_kv;  //
+  i64 batch;    // along the batch strides: 0 with cu_seqlens
+  i64 first_q;  // along the token strides: 0 without
+  i64 first_kv;
   i32 num_q;
   i32 num_kv;
 };
@@ -308,13 +308,14 @@ constexpr void for_each_attention_spec(Backend backend, Visit&& visit) {
             }
 }
 
-// Both dtypes have two bytes, and nothing is computed by a copy: zeros beyond the end are alike.
+// Both dtypes have two bytes, and nothing is computed by a copy: zeros beyond the end are alike. Of
+// no tokens there can be no map (rank 0), and nothing asks for one.
 template <class Map>
 constexpr Map attention_map(const u16* base, i64 tokens, i64 heads, i64 batch, i64 token_stride,
                             i64 head_stride, i64 batch_stride, i32 head_dim, i32 box_tokens) {
   Map map{};
   map.base = base;
-  map.rank = 5;
+  map.rank = tokens == 0 ? 0 : 5;
   map.type = MapType::bf16_;
   map.swizzle = Swizzle::b128;
   const i64 dims[] = {kHeadPanel, tokens, head_dim / kHeadPanel, heads, batch};
