@@ -183,7 +183,7 @@ RING_FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("nobody", "4 * rank, 3);", "4 * rank, 0);", "bounds", ("0x0",)),
     ("arrivals from one block alone", "if (lane < 2) ptx", "if (lane < 1 + rank) ptx", "deadlock", ("1 of 2 arrivals",)),
     ("another address than the own for the copy", "base + 1024 * ring.slot + 512", "ptx::peer_smem(base, 1 - rank) + 512",
-     "bounds", ("addresses of rank",)),
+     "bounds", ("another block: it takes addresses of rank",)),
 ]  # fmt: skip
 EXCHANGE_FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("read without waiting", "ptx::mbarrier_wait(filled, round);", "", "pending-async race uninitialized mbarrier", ()),
@@ -198,7 +198,7 @@ EXCHANGE_FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("an arrival that may come too late", "if (round == 0) ptx::mbarrier_arrive_peer",
      "ptx::mbarrier_arrive_peer", "cluster", ("mini",)),
     ("an ordinary store", "const i32 word", "ptx::store_shared_i32(there, 1); const i32 word", "bounds",
-     ("addresses of rank",)),
+     ("another block: it takes addresses of rank",)),
     ("waits for the other block's mbarrier", "ptx::mbarrier_wait(filled, round);",
      "ptx::mbarrier_wait(ptx::peer_smem(filled, 1 - rank), round);", "bounds", ("mbarrier.wait",)),
     ("a rank that is not there", "ptx::peer_smem(base, 1 - rank)", "ptx::peer_smem(base, 2)", "bounds",

@@ -155,9 +155,9 @@ void load_row(const TmaCopy& copy, const i32* position, u8* row) {
   std::memcpy(row + (first - position[0]) * element, source, bytes);
 }
 
-// The mbarrier that a copy into the same block counts on.
-Mbarrier& counting_mbarrier(u32 addr, Place place) {
-  Mbarrier& barrier = find_mbarrier(addr, "TMA load", place);
+// Into one block; how long it takes is known already.
+void start_copy_into(SharedMemory& memory, TmaCopy copy, u32 barrier_addr) {
+  Mbarrier& barrier = find_mbarrier(barrier_addr, "TMA load", copy.place);
   if (!barrier.async_visible)
     fail("proxy-fence",
          format(
@@ -165,13 +165,7 @@ Mbarrier& counting_mbarrier(u32 addr, Place place) {
              "the async proxy",
              barrier.name.c_str()) +
              cite("initialised at", barrier.init_at),
-         place);
-  return barrier;
-}
-
-// Into one block; what it takes of time is known already.
-void start_copy_into(SharedMemory& memory, TmaCopy copy, u32 barrier_addr) {
-  Mbarrier& barrier = counting_mbarrier(barrier_addr, copy.place);
+         copy.place);
   copy.barrier = memory.mbarrier_at(barrier_addr);
   copy.phase = barrier.phase;
   memory.begin_async_write(copy.smem, copy.bytes, copy.thread, /*proxy=*/true, take_ticket(),

@@ -251,6 +251,7 @@ void maybe_yield();
 // --- barriers.cpp
 
 void enter_barrier(Warp& warp, i32 index, u32 id, u32 num_threads, Place at);
+// At an address of the cluster's shared memory that was checked.
 Mbarrier& find_mbarrier(u32 addr, const char* use, Place at);
 void complete_bytes(const TmaCopy& copy);
 bool phase_done(const Mbarrier& barrier, u32 parity);

@@ -106,7 +106,9 @@ std::string describe_wait(const Thread& thread) {
           format("for mbarrier %s, parity %u; it is in phase %llu with %u of %u arrivals",
                  barrier.name.c_str(), thread.wait_parity, barrier.phase,
                  barrier.arrivals - barrier.pending, barrier.arrivals);
-      if (barrier.bytes != 0)
+      if (barrier.bytes < 0)
+        text += format(", %lld bytes more have come than are expected", -barrier.bytes);
+      if (barrier.bytes > 0)
         text += format(", %lld bytes are expected and no copy is on its way", barrier.bytes);
       return text;
     }

@@ -53,13 +53,16 @@ void SharedMemory::begin_block(i32 rank, u32 bytes) {
 }
 
 void SharedMemory::check_range(u32 addr, u32 bytes, u32 align, const char* use, Place at) {
+  const u32 rank = addr >> kRankShift;
+  if (rank != static_cast<u32>(rank_) && rank < static_cast<u32>(machine.cluster))
+    fail("bounds",
+         format("%s at %s, which is memory of another block: it takes addresses of rank %d", use,
+                smem_name(addr).c_str(), rank_),
+         at);
   if (addr < base_ || addr + u64{bytes} > u64{base_} + bytes_)
     fail("bounds",
          format("%s of %u bytes at shared address 0x%x (smem%+lld): the block has %u bytes", use,
-                bytes, addr, static_cast<long long>(addr) - base_, bytes_) +
-             (machine.cluster > 1 && addr >> kRankShift != static_cast<u32>(rank_)
-                  ? format(", all of them at addresses of rank %d", rank_)
-                  : ""),
+                bytes, addr, static_cast<long long>(addr) - base_, bytes_),
          at);
   if (addr % align != 0)
     fail("alignment",
