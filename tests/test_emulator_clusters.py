@@ -162,6 +162,31 @@ def test_wider_stores(count: int) -> None:
     assert torch.equal(found, (torch.arange(32).view(32, 1) + 100 * torch.arange(count)).int().expand(2, -1, -1))
 
 
+def test_a_box_of_five_dimensions_for_both() -> None:
+    """From the one block, into both at one place."""
+    body = (
+        WHO
+        + f"""
+  const u32 barrier = base + 4096;
+  if (thread == 0) {{
+    ptx::mbarrier_init(barrier, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(barrier, 128);
+  }}
+{START}
+  if (rank == 1 && thread == 0) ptx::tma_load_5d_multicast(base + 256, maps.map[0], barrier, 16, 1, 2, 1, 1, 3);
+  ptx::mbarrier_wait(barrier, 0);
+  ptx::store_global(reinterpret_cast<i32*>(out0) + 32 * rank + thread, ptx::load_shared_i32(base + 256 + 4 * thread));
+"""
+    )
+    tensor = torch.arange(2 * 3 * 4 * 5 * 32).remainder(253).to(torch.uint8).view(2, 3, 4, 5, 32)
+    found = torch.zeros(2, 128, dtype=torch.uint8)
+    maps = [Map(tensor, [1, 2, 2, 2, 16])]
+    run_kernel(body, grid=2, cluster=2, inputs=[tensor], outputs=[found.view(torch.int32)], maps=maps)
+    box = tensor[1:2, 1:3, 2:4, 1:3, 16:32]
+    assert torch.equal(found, box.flatten().expand(2, -1))
+
+
 # (name, text replaced in the kernel, by what, kinds, words)
 RING_FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("no word from the other block that it has read",
@@ -181,9 +206,10 @@ RING_FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      ("512 bytes are expected",)),
     ("a rank that is not there", "4 * rank, 3);", "4 * rank, 7);", "bounds", ("0x7", "cluster of 2")),
     ("nobody", "4 * rank, 3);", "4 * rank, 0);", "bounds", ("0x0",)),
-    ("arrivals from one block alone", "if (lane < 2) ptx", "if (lane < 1 + rank) ptx", "deadlock", ("1 of 2 arrivals",)),
-    ("another address than the own for the copy", "base + 1024 * ring.slot + 512", "ptx::peer_smem(base, 1 - rank) + 512",
-     "bounds", ("another block: it takes addresses of rank",)),
+    ("arrivals from one block alone", "if (lane < 2) ptx", "if (lane < 1 + rank) ptx", "deadlock",
+     ("1 of 2 arrivals",)),
+    ("another address than the own for the copy", "base + 1024 * ring.slot + 512",
+     "ptx::peer_smem(base, 1 - rank) + 512", "bounds", ("another block: it takes addresses of rank",)),
 ]  # fmt: skip
 EXCHANGE_FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("read without waiting", "ptx::mbarrier_wait(filled, round);", "", "pending-async race uninitialized mbarrier", ()),
@@ -246,11 +272,14 @@ BARRIER = """
     ptx::fence_mbarrier_init();
   }
 """
-WGMMA = """
+ARRIVE = "if (rank == 0 && thread == 0) ptx::mbarrier_arrive_peer(ptx::peer_smem(base + 4096, 1));\n"
+FILL = """
   for (i32 i = thread; thread < 128 && i < 8192; i += 128)
     ptx::store_shared_i32(base + 4 * i, 0);
   ptx::fence_proxy_async();
   ptx::sync_threads();
+"""
+MULTIPLY = """
   float d[64] = {};
   const u64 a = tile::KMajorDescriptor<128>::make(%s), b = tile::KMajorDescriptor<128>::make(%s);
   ptx::wgmma_fence();
@@ -260,6 +289,24 @@ WGMMA = """
 """
 UNMASKED = "(base >> 4) | 1u << 16"
 LOW = "tile::KMajorDescriptor<128>::low(base%s)"
+WGMMA = MULTIPLY % (LOW % "", LOW % " + 8192")
+# The other block stores words of operand a.
+STORED = (
+    """
+  if (thread == 0) {
+    ptx::mbarrier_init(base + 65528, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(base + 65528, 512);
+  }
+"""
+    + FILL
+    + """
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  ptx::store_async(ptx::peer_smem(base, 1 - rank) + 4 * thread, 0, ptx::peer_smem(base + 65528, 1 - rank));
+  ptx::mbarrier_wait(base + 65528, 0);
+"""
+)
 REGISTERS = """
   if (thread < 128) ptx::set_max_registers_up<152>();
   else ptx::set_max_registers_down<104>();
@@ -268,27 +315,28 @@ REGISTERS = """
 # (name, body, threads of a block, kind, words); kind "" is a kernel that is right.
 CHECKS: list[tuple[str, str, int, str, tuple[str, ...]]] = [
     ("arrival at a block that ends at once",
-     BARRIER + START + "if (rank == 0 && thread == 0) ptx::mbarrier_arrive_peer(ptx::peer_smem(base + 4096, 1));", 32,
-     "cluster", ("block 1 (rank 1)",)),
+     BARRIER + START + ARRIVE, 32, "cluster", ("block 1 (rank 1)",)),
     ("arrival at a block that waits for it",
-     BARRIER + START + "if (rank == 0 && thread == 0) ptx::mbarrier_arrive_peer(ptx::peer_smem(base + 4096, 1));\n"
-     "if (rank == 1) ptx::mbarrier_wait(base + 4096, 0);", 32, "", ()),
+     BARRIER + START + ARRIVE + "if (rank == 1) ptx::mbarrier_wait(base + 4096, 0);", 32, "", ()),
     ("arrival at a block that stays until all have come",
-     BARRIER + START + "if (rank == 0 && thread == 0) ptx::mbarrier_arrive_peer(ptx::peer_smem(base + 4096, 1));\n" + END,
-     32, "", ()),
+     BARRIER + START + ARRIVE + END, 32, "", ()),
     ("arrival after the last barrier",
-     BARRIER + START + END + "if (rank == 0 && thread == 0) ptx::mbarrier_arrive_peer(ptx::peer_smem(base + 4096, 1));",
-     32, "cluster", ("rank 1",)),
+     BARRIER + START + END + ARRIVE, 32, "cluster", ("rank 1",)),
     ("words for a block that does not wait for them",
      "if (thread == 0) { ptx::mbarrier_init(base + 4096, 1); ptx::fence_mbarrier_init();\n"
      "ptx::mbarrier_arrive_expect_tx(base + 4096, 4 * rank); }\n" + START
      + "if (rank == 0 && thread == 0) ptx::store_async(ptx::peer_smem(base, 1), 7, ptx::peer_smem(base + 4096, 1));\n"
      + END, 32, "cluster", ("block 1 (rank 1)",)),
+    ("wgmma of words that another block has stored", STORED + WGMMA, 128, "proxy-fence", ("wgmma reads",)),
+    ("wgmma of them behind a fence", STORED + "ptx::fence_proxy_async();" + WGMMA, 128, "", ()),
+    ("words over what the other block has written, no knowledge of it",
+     STORED.replace("cluster_arrive();", "cluster_arrive_relaxed();"), 128, "race", ("a store overwrites",)),
     ("a barrier that nobody has arrived at", START + "ptx::cluster_wait();", 32, "barrier", ("has not arrived",)),
     ("two arrivals in a row", "ptx::cluster_arrive(); ptx::cluster_arrive();", 32, "barrier", ("again",)),
     ("a block that leaves the barrier out", "if (rank == 0) {" + START + "}", 32, "", ()),  # it ends: that counts
     ("a warp that leaves the barrier out",
-     "if (thread >= 32 || rank == 0) {" + START + "} else ptx::barrier_sync(1, 64);", 64, "deadlock", ("the cluster's barrier, phase 0: 3 of 4 warps", "block 1 (rank 1), warp")),
+     "if (thread >= 32 || rank == 0) {" + START + "} else ptx::barrier_sync(1, 64);", 64,
+     "deadlock", ("the cluster's barrier, phase 0: 3 of 4 warps", "block 1 (rank 1), warp")),
     ("half a warp at the barrier", "if (lane < 16) {" + START + "}", 32, "divergence", ()),
     ("a relaxed arrival orders no stores",
      "if (thread == 0) ptx::store_shared_i32(base, 1);\n" + START + "ptx::load_shared_i32(base);", 64, "race", ()),
@@ -301,8 +349,8 @@ CHECKS: list[tuple[str, str, int, str, tuple[str, ...]]] = [
     ("registers that the own block does not give up",
      "if (rank == 0) ptx::set_max_registers_up<152>();\n else ptx::set_max_registers_down<104>();", 512, "deadlock",
      ("the block has 0 free",)),
-    ("descriptors without the rank", WGMMA % (LOW % "", LOW % " + 8192"), 128, "", ()),
-    ("a descriptor with the rank", WGMMA % (UNMASKED, LOW % " + 8192"), 128, "descriptor",
+    ("descriptors without the rank", FILL + WGMMA, 128, "", ()),
+    ("a descriptor with the rank", FILL + MULTIPLY % (UNMASKED, LOW % " + 8192"), 128, "descriptor",
      ("operand a", "not masked", "rank 1")),
     ("stores of both blocks to one element",
      "if (thread == 0) ptx::store_global(reinterpret_cast<i32*>(out0), rank);", 32, "race", ("block 0",)),
@@ -335,10 +383,9 @@ def test_a_cluster_of_four_and_one_of_one() -> None:
 
 def test_a_warpgroup_does_not_reach_into_the_next_block() -> None:
     """Blocks of six warps: the last two of the first block are no warpgroup together with the next block's."""
-    masked = (LOW % "", LOW % " + 8192")
-    run_kernel(WHO + (WGMMA % masked), threads=128, grid=2, cluster=2)
+    run_kernel(WHO + FILL + WGMMA, threads=128, grid=2, cluster=2)
     with pytest.raises(EmulatorError, match="fewer than four warps"):
-        run_kernel(WHO + (WGMMA % masked), threads=192, grid=2, cluster=2)
+        run_kernel(WHO + FILL + WGMMA, threads=192, grid=2, cluster=2)
 
 
 @pytest.mark.parametrize(("grid", "cluster", "threads"), [(3, 2, 32), (4, 4, 1024)], ids=["grid", "threads"])

@@ -132,11 +132,12 @@ DK_DEVICE i32 cluster_rank() {
 // section alone. The rank stands in the bits from 24 on.
 DK_DEVICE u32 peer_smem(u32 smem, i32 rank) {
   u32 addr;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(addr) : "r"(smem), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(addr) : "r"(smem), "r"(rank));
   return addr;
 }
-// One arrival at an mbarrier of another block. It releases what this thread has waited for, reads
-// of wgmma and copies; not its stores to global memory, which only its own block sees in order.
+// One arrival at an mbarrier of another block. Whoever waits for it may overwrite what this thread
+// has read, also by the wgmma it has waited for. It releases no stores to the other block: that
+// would take the scope of the cluster, and costs a fence of the whole memory.
 DK_DEVICE void mbarrier_arrive_peer(u32 peer_barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer_barrier) : "memory");
 }
@@ -160,30 +161,30 @@ DK_DEVICE void tma_load_5d_multicast(u32 smem, const TensorMap& map, u32 barrier
 }
 // Stores to another block, counted in bytes on an mbarrier of that block, which whoever reads them
 // waits for. Addresses are multiples of the 4, 8 or 16 bytes.
-DK_DEVICE void store_async(u32 peer_smem, u32 a, u32 peer_barrier) {
+DK_DEVICE void store_async(u32 peer_addr, u32 a, u32 peer_barrier) {
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(peer_smem),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(peer_addr),
       "r"(a), "r"(peer_barrier)
       : "memory");
 }
-DK_DEVICE void store_async_x2(u32 peer_smem, u32 a, u32 b, u32 peer_barrier) {
+DK_DEVICE void store_async_x2(u32 peer_addr, u32 a, u32 b, u32 peer_barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
-          peer_smem),
+          peer_addr),
       "r"(a), "r"(b), "r"(peer_barrier)
       : "memory");
 }
-DK_DEVICE void store_async_x4(u32 peer_smem, u32 a, u32 b, u32 c, u32 d, u32 peer_barrier) {
+DK_DEVICE void store_async_x4(u32 peer_addr, u32 a, u32 b, u32 c, u32 d, u32 peer_barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-      "[%5];" ::"r"(peer_smem),
+      "[%5];" ::"r"(peer_addr),
       "r"(a), "r"(b), "r"(c), "r"(d), "r"(peer_barrier)
       : "memory");
 }
 // The barrier of all threads of the cluster, in two halves that every thread goes through by turns.
-// An exited thread counts as arrived. Relaxed, it orders nothing but the initialisation of
-// mbarriers before fence_mbarrier_init(): that all blocks have started, or have done with each
-// other.
+// An exited thread counts as arrived. A relaxed arrival says that the thread is there, as it has to
+// be before others reach its block and when they have done with it; of its work it releases
+// mbarriers alone, initialised before fence_mbarrier_init().
 DK_DEVICE void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

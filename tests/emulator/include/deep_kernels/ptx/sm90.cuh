@@ -98,17 +98,17 @@ inline void tma_load_5d_multicast(u32 smem, const TensorMap& map, u32 barrier, i
   emulator::check_multicast(mask, at);
   emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 5, coordinates, mask, at);
 }
-inline void store_async(u32 peer_smem, u32 a, u32 peer_barrier, At at = At::current()) {
-  emulator::store_async(peer_smem, &a, 1, peer_barrier, at);
+inline void store_async(u32 peer_addr, u32 a, u32 peer_barrier, At at = At::current()) {
+  emulator::store_async(peer_addr, &a, 1, peer_barrier, at);
 }
-inline void store_async_x2(u32 peer_smem, u32 a, u32 b, u32 peer_barrier, At at = At::current()) {
+inline void store_async_x2(u32 peer_addr, u32 a, u32 b, u32 peer_barrier, At at = At::current()) {
   const u32 words[] = {a, b};
-  emulator::store_async(peer_smem, words, 2, peer_barrier, at);
+  emulator::store_async(peer_addr, words, 2, peer_barrier, at);
 }
-inline void store_async_x4(u32 peer_smem, u32 a, u32 b, u32 c, u32 d, u32 peer_barrier,
+inline void store_async_x4(u32 peer_addr, u32 a, u32 b, u32 c, u32 d, u32 peer_barrier,
                            At at = At::current()) {
   const u32 words[] = {a, b, c, d};
-  emulator::store_async(peer_smem, words, 4, peer_barrier, at);
+  emulator::store_async(peer_addr, words, 4, peer_barrier, at);
 }
 inline void cluster_arrive_relaxed(At at = At::current()) { emulator::cluster_arrive(true, at); }
 inline void cluster_arrive(At at = At::current()) { emulator::cluster_arrive(false, at); }
