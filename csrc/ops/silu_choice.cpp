@@ -35,7 +35,7 @@ SiluCase read_activation(CaseReader& reader) {
 }
 
 // What these variables name overrules the choice.
-constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";            // tokens
+constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";            // see name_of(tile)
 constexpr const char* kAlgorithmVariable = "DEEP_KERNELS_SILU_ALGORITHM";  // of the fold
 constexpr const char* kStagesVariable = "DEEP_KERNELS_SILU_STAGES";
 
@@ -55,16 +55,10 @@ auto forced(const char* variable, const Choices& choices, Word&& word)
       fmt::format("{} must be one of {}, got '{}'", variable, fmt::join(words, ", "), *text));
 }
 
-// All that choose_token_groups may give.
-std::span<const u8> all_token_groups(const Arch& arch) {
-  static constexpr u8 kGroups[] = {1, 2, 4};
-  return std::span(kGroups).first(arch.backend == Backend::sm89 ? 3 : 2);
-}
-
-std::optional<u8> forced_token_groups(const Arch& arch) {
-  return forced(kTileVariable, all_token_groups(arch), [&](u8 groups) {
-    return fmt::format("{}", fold_tile_tokens(arch.backend, groups));
-  });
+// "128": tokens; "128x2": of a cluster of two blocks of threads.
+std::string name_of(const FoldTile& tile) {
+  return tile.cluster == 1 ? fmt::format("{}", tile.tokens())
+                           : fmt::format("{}x{}", tile.tokens(), tile.cluster);
 }
 
 FoldAlgorithm choose_algorithm(const Arch& arch) {
@@ -74,10 +68,10 @@ FoldAlgorithm choose_algorithm(const Arch& arch) {
   return forced(kAlgorithmVariable, std::span(kAll), word).value_or(kAll[0]);
 }
 
-u8 choose_stages(const Arch& arch, u8 token_groups) {
-  const auto most = static_cast<u8>(fold_stages(arch.backend, token_groups));
+u8 choose_stages(const FoldTile& tile) {
+  const auto most = static_cast<u8>(fold_stages(tile));
   const u8 all[] = {1, most};
-  const bool has_one = most > 1 && fold_has_stages(arch.backend, token_groups, 1);
+  const bool has_one = most > 1 && fold_has_stages(tile, 1);
   const auto word = [](u8 stages) { return fmt::format("{}", stages); };
   return forced(kStagesVariable, std::span(all).last(has_one ? 2 : 1), word).value_or(most);
 }
@@ -86,52 +80,67 @@ u8 choose_stages(const Arch& arch, u8 token_groups) {
 // 2B and 8B from 64 to 512 tokens. sm89: on the same card at 128 and 8192 tokens of 2B; the largest
 // tile never won there, so that it is listed with what it took.
 struct TileCost {
-  u8 token_groups;
+  FoldTile tile;
   i64 time;
 };
 std::span<const TileCost> tile_costs(Backend backend) {
-  static constexpr TileCost kSm89[] = {{1, 36}, {2, 51}, {4, 100}};
-  static constexpr TileCost kSm90[] = {{1, 63}, {2, 100}};
+  constexpr Backend kOld = Backend::sm89, kNew = Backend::sm90;
+  static constexpr TileCost kSm89[] = {{{kOld, 1, 1}, 36}, {{kOld, 2, 1}, 51}, {{kOld, 4, 1}, 100}};
+  static constexpr TileCost kSm90[] = {{{kNew, 1, 2}, 40},
+                                       {{kNew, 2, 2}, 55},
+                                       {{kNew, 3, 2}, 75},
+                                       {{kNew, 1, 1}, 63},
+                                       {{kNew, 2, 1}, 100}};
   if (backend == Backend::sm90) return kSm90;
   return kSm89;
 }
 
-// The tile whose rounds over the card take least; of equals the largest, which reads w least often.
-u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
-  if (const auto forced = forced_token_groups(arch)) return *forced;
-  u8 best = 0;
+std::optional<FoldTile> forced_tile(const Arch& arch) {
+  const auto forced_cost =
+      forced(kTileVariable, tile_costs(arch.backend),
+             [](const TileCost& cost) { return name_of(cost.tile); });
+  if (!forced_cost) return std::nullopt;
+  return forced_cost->tile;
+}
+
+// The tile whose rounds over the card take least; of equals the last, which reads w least often.
+FoldTile choose_tile(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
+  if (const auto forced = forced_tile(arch)) return *forced;
+  std::optional<FoldTile> best;
   i64 least = 0;
-  for (const TileCost& cost : tile_costs(arch.backend)) {
-    const i64 tokens = fold_tile_tokens(arch.backend, cost.token_groups);
-    const i64 tiles = ceil_div<i64>(sizes.num_tokens, tokens) * num_blocks;
-    const i64 total = ceil_div<i64>(tiles, sizes.num_sms) * cost.time;
-    if (best == 0 || total <= least) {
-      best = cost.token_groups;
+  for (const auto& [tile, time] : tile_costs(arch.backend)) {
+    if (tile.cluster > sizes.num_sms) continue;
+    const i64 tiles = ceil_div<i64>(sizes.num_tokens, tile.tokens()) * num_blocks;
+    const i64 total = ceil_div<i64>(tiles, sizes.num_sms / tile.cluster) * time;
+    if (!best || total <= least) {
+      best = tile;
       least = total;
     }
   }
-  return best;
+  return *best;
 }
 
-SiluFoldSpec fold_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
+SiluFoldSpec fold_spec(const SiluCase& wanted, const Arch& arch, const FoldTile& tile) {
   const SiluFoldSpec spec{.backend = arch.backend,
                           .algorithm = choose_algorithm(arch),
                           .activation = wanted.activation,
                           .rounding = wanted.rounding,
                           .scale_format = wanted.scale_format,
-                          .token_groups = token_groups,
-                          .stages = choose_stages(arch, token_groups)};
+                          .token_groups = static_cast<u8>(tile.token_groups),
+                          .cluster = static_cast<u8>(tile.cluster),
+                          .stages = choose_stages(tile)};
   // Nothing that is chosen: what the variables name may not go together.
   if (const char* reason = spec.invalid())
     throw ValueError(fmt::format("{}: {} for {}", kSiluFoldOp, reason, describe_spec(spec)));
   return spec;
 }
 
-BlockGemmSpec gemm_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
+BlockGemmSpec gemm_spec(const SiluCase& wanted, const Arch& arch, const FoldTile& tile) {
   return {.backend = arch.backend,
           .out_dtype = wanted.out_dtype,
-          .token_groups = token_groups,
-          .stages = static_cast<u8>(fold_stages(arch.backend, token_groups))};
+          .token_groups = static_cast<u8>(tile.token_groups),
+          .cluster = static_cast<u8>(tile.cluster),
+          .stages = static_cast<u8>(fold_stages(tile))};
 }
 
 }  // namespace
@@ -169,12 +178,12 @@ bool choose_fused(const Arch&, const GemmSizes&) { return true; }
 SiluFoldSpec choose_silu_fold_spec(const SiluCase& wanted, const Arch& arch,
                                    const GemmSizes& sizes) {
   const i64 blocks = ceil_div<i64>(sizes.num_columns, kScaleBlock);
-  return fold_spec(wanted, arch, choose_token_groups(arch, sizes, blocks));
+  return fold_spec(wanted, arch, choose_tile(arch, sizes, blocks));
 }
 BlockGemmSpec choose_block_gemm_spec(const SiluCase& wanted, const Arch& arch,
                                      const GemmSizes& sizes) {
   const i64 blocks = ceil_div<i64>(sizes.num_columns, kFoldTileRows);
-  return gemm_spec(wanted, arch, choose_token_groups(arch, sizes, blocks));
+  return gemm_spec(wanted, arch, choose_tile(arch, sizes, blocks));
 }
 SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
   return {.backend = Backend::sm89,
@@ -186,9 +195,8 @@ std::vector<TuningRow> silu_tuning() {
   std::vector<TuningRow> rows;
   for (const Backend backend : {Backend::sm89, Backend::sm90}) {
     std::string times;
-    for (const TileCost& cost : tile_costs(backend))
-      times += fmt::format("{}{} tokens {}", times.empty() ? "" : ", ",
-                           fold_tile_tokens(backend, cost.token_groups), cost.time);
+    for (const auto& [tile, time] : tile_costs(backend))
+      times += fmt::format("{}{} {}", times.empty() ? "" : ", ", name_of(tile), time);
     rows.push_back({.op = kSiluFoldOp,
                     .backend = backend,
                     .gpu = "NVIDIA H200",
@@ -196,19 +204,23 @@ std::vector<TuningRow> silu_tuning() {
                     .cases = "",
                     .date = "2026-11-30",
                     .gain = 0.0,
-                    .reason = fmt::format("time of a round, the largest tile's 100: {}", times)});
+                    .reason = fmt::format("time of a round by tokens of a tile (x2: of a cluster), "
+                                          "the largest tile's 100: {}",
+                                          times)});
   }
   return rows;
 }
 
 std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch) {
   std::vector<SiluFoldSpec> specs;
-  for (u8 groups : all_token_groups(arch)) specs.push_back(fold_spec(wanted, arch, groups));
+  for (const TileCost& cost : tile_costs(arch.backend))
+    specs.push_back(fold_spec(wanted, arch, cost.tile));
   return specs;
 }
 std::vector<BlockGemmSpec> block_gemm_specs(const SiluCase& wanted, const Arch& arch) {
   std::vector<BlockGemmSpec> specs;
-  for (u8 groups : all_token_groups(arch)) specs.push_back(gemm_spec(wanted, arch, groups));
+  for (const TileCost& cost : tile_costs(arch.backend))
+    specs.push_back(gemm_spec(wanted, arch, cost.tile));
   return specs;
 }
 
