@@ -388,6 +388,12 @@ def test_a_warpgroup_does_not_reach_into_the_next_block() -> None:
         run_kernel(WHO + FILL + WGMMA, threads=192, grid=2, cluster=2)
 
 
+def test_stores_to_another_block_need_one() -> None:
+    body = WHO + BARRIER + START + "ptx::store_async(base + 4 * thread, 1, base + 4096);"
+    with pytest.raises(EmulatorError, match="no cluster of several"):
+        run_kernel(body)
+
+
 @pytest.mark.parametrize(("grid", "cluster", "threads"), [(3, 2, 32), (4, 4, 1024)], ids=["grid", "threads"])
 def test_launches_that_cannot_be(grid: int, cluster: int, threads: int) -> None:
     with pytest.raises(EmulatorError, match="launch") as caught:

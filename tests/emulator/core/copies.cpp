@@ -263,6 +263,8 @@ void store_async(u32 smem, const u32* words, i32 count, u32 barrier_addr, At at)
   maybe_yield();
   const Place place = place_of(at);
   const u32 bytes = 4 * static_cast<u32>(count);
+  if (machine.cluster == 1)
+    fail("cluster", "st.async in a block that is no cluster of several: undefined", place);
   for (i32 i = 0; i < count; ++i)
     if (words[i] == kPoison) meet_poison(at);
   SharedMemory& memory = peer_memory(smem, bytes, bytes, "st.async", place);

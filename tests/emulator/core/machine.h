@@ -122,6 +122,7 @@ struct Mbarrier {
   i64 pending_time = 0, done_time = 0;
 };
 
+// By TMA into one block, or by st.async.
 struct TmaCopy {
   u32 smem;
   u32 bytes;
@@ -183,10 +184,10 @@ struct Random {
 
 struct Machine {
   const DkLaunch* launch = nullptr;
-  i32 cluster = 1;                         // blocks
-  i32 block_threads = 0, block_warps = 0;  // of a block
-  i32 num_threads = 0, num_warps = 0;      // of all blocks
+  i32 cluster = 1;  // blocks that run together
   i32 first_block = 0;
+  i32 block_threads = 0, block_warps = 0;
+  i32 num_threads = 0, num_warps = 0;  // of all blocks
   std::vector<Block> blocks;
   ClusterBarrier cluster_barrier;
   std::vector<Thread> threads;

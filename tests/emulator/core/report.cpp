@@ -124,8 +124,8 @@ std::string block_name(i32 rank) {
 }
 
 std::string thread_name(i32 thread) {
-  const auto& [role, rank] = std::pair(machine.threads[thread].role, machine.threads[thread].rank);
-  return format("%s, warp %d%s%s%s, lane %d", block_name(rank).c_str(),
+  const char* role = machine.threads[thread].role;
+  return format("%s, warp %d%s%s%s, lane %d", block_name(machine.threads[thread].rank).c_str(),
                 thread / kWarp % machine.block_warps, *role != '\0' ? " (" : "", role,
                 *role != '\0' ? ")" : "", thread % kWarp);
 }
@@ -135,8 +135,9 @@ std::string agent_name(Agent agent) {
   if (agent < machine.num_threads + machine.num_warps) {
     const i32 warp = agent - machine.num_threads;
     const char* role = machine.threads[warp * kWarp].role;
-    return format("the wgmma of warp %d%s%s%s", warp % machine.block_warps,
-                  *role != '\0' ? " (" : "", role, *role != '\0' ? ")" : "");
+    const std::string name = format("the wgmma of warp %d%s%s%s", warp % machine.block_warps,
+                                    *role != '\0' ? " (" : "", role, *role != '\0' ? ")" : "");
+    return machine.cluster == 1 ? name : name + " of " + block_name(machine.rank_of(warp));
   }
   const Mbarrier& barrier = machine.mbarriers[agent - machine.num_threads - machine.num_warps];
   return format("a copy counted by mbarrier %s", barrier.name.c_str());

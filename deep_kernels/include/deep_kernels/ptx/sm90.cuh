@@ -160,7 +160,8 @@ DK_DEVICE void tma_load_5d_multicast(u32 smem, const TensorMap& map, u32 barrier
       : "memory");
 }
 // Stores to another block, counted in bytes on an mbarrier of that block, which whoever reads them
-// waits for. Addresses are multiples of the 4, 8 or 16 bytes.
+// waits for. Both in one block; addresses are multiples of the 4, 8 or 16 bytes. Of the generic
+// proxy; undefined where the cluster is one block.
 DK_DEVICE void store_async(u32 peer_addr, u32 a, u32 peer_barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(peer_addr),
