@@ -7,6 +7,7 @@
 #include "ops/checks.h"
 #include "ops/silu_check.h"
 #include "ops/silu_fold.h"
+#include "ops/silu_table.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
 #include "runtime/source.h"
@@ -61,10 +62,18 @@ std::span<const u8> all_token_groups(const Arch& arch) {
   return std::span(kGroups).first(arch.backend == Backend::sm89 ? 3 : 2);
 }
 
+// The tile as the tables know it, and its word for people.
+FoldTile tile_of(const Arch& arch, u8 token_groups) {
+  return {.tokens = fold_tile_tokens(arch.backend, token_groups), .sms = 1};
+}
+std::string word_of(FoldTile tile) {
+  return tile.sms == 1 ? fmt::format("{}", tile.tokens)
+                       : fmt::format("{}x{}", tile.tokens, tile.sms);
+}
+
 std::optional<u8> forced_token_groups(const Arch& arch) {
-  return forced(kTileVariable, all_token_groups(arch), [&](u8 groups) {
-    return fmt::format("{}", fold_tile_tokens(arch.backend, groups));
-  });
+  return forced(kTileVariable, all_token_groups(arch),
+                [&](u8 groups) { return word_of(tile_of(arch, groups)); });
 }
 
 FoldAlgorithm choose_algorithm(const Arch& arch) {
@@ -82,35 +91,35 @@ u8 choose_stages(const Arch& arch, u8 token_groups) {
   return forced(kStagesVariable, std::span(all).last(has_one ? 2 : 1), word).value_or(most);
 }
 
-// What a tile takes: time of a round over the card, the largest tile's 100. sm90: H200, 2026-11-30,
-// 2B and 8B from 64 to 512 tokens. sm89: on the same card at 128 and 8192 tokens of 2B; the largest
-// tile never won there, so that it is listed with what it took.
-struct TileCost {
-  u8 token_groups;
-  i64 time;
-};
-std::span<const TileCost> tile_costs(Backend backend) {
-  static constexpr TileCost kSm89[] = {{1, 36}, {2, 51}, {4, 100}};
-  static constexpr TileCost kSm90[] = {{1, 63}, {2, 100}};
-  if (backend == Backend::sm90) return kSm90;
-  return kSm89;
-}
-
-// The tile whose rounds over the card take least; of equals the largest, which reads w least often.
-u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
+// The measured tile of these sizes, if any; else the one whose rounds over the card take least, of
+// equals the largest, which reads w least often. A tile that was not measured is never chosen.
+u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks,
+                       FoldTile measured) {
   if (const auto forced = forced_token_groups(arch)) return *forced;
   u8 best = 0;
   i64 least = 0;
-  for (const TileCost& cost : tile_costs(arch.backend)) {
-    const i64 tokens = fold_tile_tokens(arch.backend, cost.token_groups);
-    const i64 tiles = ceil_div<i64>(sizes.num_tokens, tokens) * num_blocks;
-    const i64 total = ceil_div<i64>(tiles, sizes.num_sms) * cost.time;
+  for (u8 groups : all_token_groups(arch)) {
+    const FoldTile tile = tile_of(arch, groups);
+    if (tile == measured) return groups;
+    const i64 time = tile_time(kTileRows, arch.backend, tile);
+    if (time == 0) continue;
+    const i64 total = time * fold_rounds(tile, sizes.num_tokens, num_blocks, sizes.num_sms);
     if (best == 0 || total <= least) {
-      best = cost.token_groups;
+      best = groups;
       least = total;
     }
   }
   return best;
+}
+
+i64 num_fold_blocks(const GemmSizes& sizes) {
+  return ceil_div<i64>(sizes.num_columns, kScaleBlock);
+}
+u8 fold_token_groups(const Arch& arch, const GemmSizes& sizes) {
+  const FoldRow* row = find_fold_row(kFoldRows, arch.backend, sizes.num_columns, sizes.num_tokens);
+  const FoldTile measured =
+      row ? row->tile_for(sizes.num_columns, sizes.num_tokens, sizes.num_sms) : kByRounds;
+  return choose_token_groups(arch, sizes, num_fold_blocks(sizes), measured);
 }
 
 SiluFoldSpec fold_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
@@ -164,17 +173,18 @@ std::optional<std::string> silu_refusal(const SiluCase& wanted, Backend backend)
   return std::nullopt;
 }
 
-bool choose_fused(const Arch&, const GemmSizes&) { return true; }
+bool choose_fused(const Arch& arch, const GemmSizes& sizes) {
+  return fold_is_chosen(kFoldRows, arch.backend, sizes.num_columns, sizes.num_tokens);
+}
 
 SiluFoldSpec choose_silu_fold_spec(const SiluCase& wanted, const Arch& arch,
                                    const GemmSizes& sizes) {
-  const i64 blocks = ceil_div<i64>(sizes.num_columns, kScaleBlock);
-  return fold_spec(wanted, arch, choose_token_groups(arch, sizes, blocks));
+  return fold_spec(wanted, arch, fold_token_groups(arch, sizes));
 }
 BlockGemmSpec choose_block_gemm_spec(const SiluCase& wanted, const Arch& arch,
                                      const GemmSizes& sizes) {
   const i64 blocks = ceil_div<i64>(sizes.num_columns, kFoldTileRows);
-  return gemm_spec(wanted, arch, choose_token_groups(arch, sizes, blocks));
+  return gemm_spec(wanted, arch, choose_token_groups(arch, sizes, blocks, kByRounds));
 }
 SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
   return {.backend = Backend::sm89,
@@ -182,21 +192,41 @@ SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
           .scale_format = wanted.scale_format};
 }
 
+FoldChoice describe_fold_choice(const Arch& arch, const GemmSizes& sizes) {
+  FoldChoice choice{.rounds = {},
+                    .tile = word_of(tile_of(arch, fold_token_groups(arch, sizes))),
+                    .fused = choose_fused(arch, sizes)};
+  for (u8 groups : all_token_groups(arch)) {
+    const FoldTile tile = tile_of(arch, groups);
+    choice.rounds.emplace_back(
+        word_of(tile), fold_rounds(tile, sizes.num_tokens, num_fold_blocks(sizes), sizes.num_sms));
+  }
+  return choice;
+}
+
 std::vector<TuningRow> silu_tuning() {
   std::vector<TuningRow> rows;
-  for (const Backend backend : {Backend::sm89, Backend::sm90}) {
-    std::string times;
-    for (const TileCost& cost : tile_costs(backend))
-      times += fmt::format("{}{} tokens {}", times.empty() ? "" : ", ",
-                           fold_tile_tokens(backend, cost.token_groups), cost.time);
+  for (const TileRow& row : kTileRows)
     rows.push_back({.op = kSiluFoldOp,
-                    .backend = backend,
-                    .gpu = "NVIDIA H200",
+                    .backend = row.backend,
+                    .gpu = row.gpu,
                     .choice = "the tile whose rounds over the card take least",
-                    .cases = "",
-                    .date = "2026-11-30",
+                    .cases = fmt::format("tile {}: a round counts {}", word_of(row.tile), row.time),
+                    .date = row.date,
                     .gain = 0.0,
-                    .reason = fmt::format("time of a round, the largest tile's 100: {}", times)});
+                    .reason = row.reason});
+  for (const FoldRow& row : kFoldRows) {
+    const char* way = row.fused ? "fold" : "two launches";
+    const bool by_rounds = row.tile == kByRounds;
+    rows.push_back(
+        {.op = kSiluFoldOp,
+         .backend = row.backend,
+         .gpu = row.gpu,
+         .choice = by_rounds ? way : fmt::format("{}, its tile {}", way, word_of(row.tile)),
+         .cases = fmt::format("I {}, up to {} tokens", row.num_columns, row.max_tokens),
+         .date = row.date,
+         .gain = row.gain,
+         .reason = row.reason});
   }
   return rows;
 }
