@@ -196,7 +196,7 @@ class _Decision:
 
 def _decide(row: Measured, times: Mapping[str, int]) -> _Decision:
     best, loss = rule_loss(row, times)
-    own = best if row.differs(loss, MAX_RULE_LOSS) else ""
+    own = best if loss > 0 and row.differs(loss, MAX_RULE_LOSS) else ""
     excess = row.log_ratio(own or tile_by_rounds(row.rounds, times), TWO_LAUNCHES)
     fused = excess > 0 or not row.differs(excess, MIN_GAIN)
     return _Decision(row, fused, own, loss, excess)
@@ -206,7 +206,7 @@ def _band(decisions: Sequence[_Decision], num_sms: int, gpu: str, date: str) -> 
     row, (fused, tile) = decisions[-1].row, decisions[0].answer
     tokens = ", ".join(str(one.row.num_tokens) for one in decisions)
     low, high = (math.expm1(pick(one.excess for one in decisions)) for pick in (min, max))
-    loss = math.expm1(max(one.rule_loss for one in decisions))
+    loss = math.expm1(max(0.0, *(one.rule_loss for one in decisions)))
     spread = math.expm1(max(one.row.spread() for one in decisions))
     of_tile = "up to {:.1%} slower than the fastest" if not tile else "up to {:.1%} slower than this"
     reason = (

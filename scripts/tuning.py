@@ -1,4 +1,4 @@
-"""What the tuners share: settings for a block, statistics of a rotation, texts of C++ tables, and the command itself."""
+"""What the tuners share: settings for a block, statistics of a rotation, texts of tables, and the command itself."""
 
 from __future__ import annotations
 
