@@ -214,9 +214,7 @@ struct SiluFoldSpec {
   // Whether the maximum of a token's 128 columns comes from both blocks of a cluster.
   constexpr bool exchanges_maxima() const { return cluster > 1; }
   // See FoldTile; products that are not rounded leave no registers for it.
-  constexpr bool overlaps() const {
-    return tile().may_overlap() && rounding == Rounding::bfloat16;
-  }
+  constexpr bool overlaps() const { return tile().may_overlap() && rounding == Rounding::bfloat16; }
   constexpr i32 num_wgmma() const { return tile().num_wgmma(overlaps()); }
   constexpr i32 grid(const SiluFoldArgs& args, i32 num_sms) const {
     return tile().grid(args.gemm.num_tokens, ceil_div(args.num_columns, kScaleBlock), num_sms);
@@ -264,9 +262,7 @@ struct BlockGemmSpec {
   static constexpr i32 spill_limit_bytes() { return 0; }
   static constexpr bool exchanges_maxima() { return false; }
   // Wide stores leave no registers for it.
-  constexpr bool overlaps() const {
-    return tile().may_overlap() && out_dtype == DType::bfloat16;
-  }
+  constexpr bool overlaps() const { return tile().may_overlap() && out_dtype == DType::bfloat16; }
   constexpr i32 num_wgmma() const { return tile().num_wgmma(overlaps()); }
   constexpr i32 grid(const BlockGemmArgs& args, i32 num_sms) const {
     return tile().grid(args.gemm.num_tokens, ceil_div(args.num_columns, kFoldTileRows), num_sms);

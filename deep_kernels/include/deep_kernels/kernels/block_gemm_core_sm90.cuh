@@ -52,7 +52,7 @@ struct Smem {
   alignas(8) float factor[S.stages][S.tile_tokens()][2];        // of the sums: gate, up
   // Each pair: who arrives, who waits.
   alignas(8) u64 filled[S.stages];  // producer thread, TMA bytes, scale warps -> math warps
-  u64 drained[S.stages];  // all math warps of the cluster -> producer thread, scale warps
+  u64 drained[S.stages];            // all math warps of the cluster -> producer thread, scale warps
   typename MailboxIf<S.exchanges_maxima(), S.tile_tokens()>::Type mailbox;
 };
 
@@ -197,9 +197,9 @@ struct ScaleRole {
     const float* token_row[2];
     DK_UNROLL
     for (i32 i = 0; i < 2; ++i)
-      token_row[i] = args.x_scale + min_of(tile.token * S.tile_tokens() + token_of_tile(i),
-                                           args.num_tokens - 1) *
-                                        args.x_scale_token_stride;
+      token_row[i] = args.x_scale +
+                     min_of(tile.token * S.tile_tokens() + token_of_tile(i), args.num_tokens - 1) *
+                         args.x_scale_token_stride;
     DK_NO_UNROLL
     for (i32 first = 0; first < num_k; first += kAtATime) {
       float token[kAtATime][2];

@@ -115,8 +115,9 @@ struct GemmEpilogue {
     for (i32 half = 0; half < 2; ++half) {
       DK_UNROLL
       for (i32 r = 0; r < 2; ++r)
-        store_half_row(math.sum, half, r, math.token_of(tile.token) + 8 * r,
-                       (2 * tile.block + half) * kScaleBlock + block_rank<S>() * (S.tile().rows() / 2));
+        store_half_row(
+            math.sum, half, r, math.token_of(tile.token) + 8 * r,
+            (2 * tile.block + half) * kScaleBlock + block_rank<S>() * (S.tile().rows() / 2));
     }
     return {};
   }
@@ -146,8 +147,8 @@ DK_DEVICE void block_gemm_sm90(const BlockGemmArgs& args, const Maps& maps) {
   const i32 last = ceil_div(args.num_columns, kScaleBlock) - 1;
   // The second block of the last tile may not exist: then its columns are not stored.
   const auto rows_of = [&](i32 block) { return TileRows{2 * block, min_of(2 * block + 1, last)}; };
-  run<S>(args.gemm, maps, ceil_div(args.num_columns, kFoldTileRows), permuted, rows_of,
-                rows_of, GemmEpilogue<S>{args, permuted});
+  run<S>(args.gemm, maps, ceil_div(args.num_columns, kFoldTileRows), permuted, rows_of, rows_of,
+         GemmEpilogue<S>{args, permuted});
 }
 
 }  // namespace deep_kernels

@@ -97,9 +97,7 @@ struct Finish {
   TileOrder::Tile tile;
 
   // The first of the lane's neighbouring columns of a group.
-  DK_DEVICE i32 column(i32 group) const {
-    return tile.block * kScaleBlock + Shape::column(group);
-  }
+  DK_DEVICE i32 column(i32 group) const { return tile.block * kScaleBlock + Shape::column(group); }
   DK_DEVICE bool has_columns(i32 group) const { return column(group) < args.num_columns; }
   DK_DEVICE void activated(float (&activated)[2], const Sums<Shape>& sums, i32 octet,
                            i32 row) const {

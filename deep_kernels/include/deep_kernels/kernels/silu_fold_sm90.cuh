@@ -69,8 +69,7 @@ struct Exchange {
     ptx::mbarrier_wait(received, tiles.parity);
     DK_UNROLL
     for (i32 r = 0; r < 2; ++r)
-      amax[r] =
-          ptx::max_nan(amax[r], ptx::load_shared_f32(ptx::smem_addr(&maxima[token + 8 * r])));
+      amax[r] = ptx::max_nan(amax[r], ptx::load_shared_f32(ptx::smem_addr(&maxima[token + 8 * r])));
     tiles.next();
   }
 };
@@ -163,8 +162,7 @@ DK_DEVICE void silu_fold_sm90(const SiluFoldArgs& args, const Maps& maps) {
   const bool permuted = weight_rows_permuted(args.num_columns);
   run<S>(
       args.gemm, maps, blocks, permuted, [](i32 block) { return TileRows{block, block}; },
-      [&](i32 block) { return TileRows{block, blocks + block}; },
-      FoldEpilogue<S>(args, permuted));
+      [&](i32 block) { return TileRows{block, blocks + block}; }, FoldEpilogue<S>(args, permuted));
 }
 
 }  // namespace deep_kernels
