@@ -49,7 +49,8 @@ template <auto S>
 struct Smem {
   alignas(1024) u8 x[S.stages][S.tile_tokens() * kScaleBlock];
   alignas(1024) u8 w[S.stages][S.tile().rows() * kScaleBlock];  // gate rows, then up rows
-  alignas(8) float factor[S.stages][S.tile_tokens()][2];        // of the sums: gate, up
+  // Of the sums: [.. of 16 tokens][token % 8][token / 8 % 2][gate | up], what a lane reads together.
+  alignas(16) float factor[S.stages][S.tile_tokens() / 16][8][2][2];
   // Each pair: who arrives, who waits.
   alignas(8) u64 filled[S.stages];  // producer thread, TMA bytes, scale warps -> math warps
   u64 drained[S.stages];            // all math warps of the cluster -> producer thread, scale warps
@@ -164,7 +165,8 @@ DK_DEVICE i32 column_of(bool permuted, i32 j, i32 e) {
 // kernel: they go through the pipe that the tensor cores read their operands by.
 template <auto S>
 struct ScaleRole {
-  static constexpr i32 kAtATime = 4;  // k blocks, whose loads are under way together
+  // K blocks whose loads are under way together: what the registers allow.
+  static constexpr i32 kAtATime = S.token_groups == 3 ? 2 : 4;
 
   const BlockScaledArgs& args;
   Smem<S>& smem;
@@ -185,9 +187,11 @@ struct ScaleRole {
   DK_DEVICE void fill_stage(const float (&token)[2], const float (&weight)[2]) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.drained[stages.slot]), stages.parity);
     DK_UNROLL
-    for (i32 i = 0; i < 2; ++i)
-      ptx::store_shared_f32x2(ptx::smem_addr(&smem.factor[stages.slot][token_of_tile(i)][0]),
-                              token[i] * weight[0], token[i] * weight[1]);
+    for (i32 i = 0; i < 2; ++i) {
+      const i32 at = token_of_tile(i);
+      float(&factor)[2] = smem.factor[stages.slot][at / 16][at % 8][at / 8 % 2];
+      ptx::store_shared_f32x2(ptx::smem_addr(&factor), token[i] * weight[0], token[i] * weight[1]);
+    }
     ptx::sync_warp();
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.filled[stages.slot]));
     stages.next();
@@ -246,7 +250,7 @@ struct Math {
   i32 group;
   u32 x_low;  // descriptor of the group's rows in stage 0
   u32 w_low;
-  u32 factors;  // of the lane's first token, in stage 0
+  u32 factors;  // of the lane's tokens, in stage 0
   // Gate, then up: sum[kSums / 2 * h + 4j + 2r + e] is row lane / 4 + 8 r, see wgmma.
   float sum[kSums];
   float factor[2][2];  // of the block's sums: [r][gate | up]
@@ -256,7 +260,7 @@ struct Math {
       : args(args), smem(smem), group(group), stages(tile::Ring<S.stages>::drainer()) {
     x_low = Descriptor::low(ptx::smem_addr(&smem.x[0][group * 64 * kScaleBlock]));
     w_low = Descriptor::low(ptx::smem_addr(&smem.w[0][0]));
-    factors = ptx::smem_addr(&smem.factor[0][lane_token()][0]);
+    factors = ptx::smem_addr(&smem.factor[0][ptx::warp_index()][ptx::lane_index() / 4]);
   }
   // The first of the two tokens that the lane keeps of a tile.
   DK_DEVICE i32 token_of(i32 tile) const { return tile * S.tile_tokens() + lane_token(); }
@@ -298,10 +302,10 @@ struct Math {
   }
   // Of the block whose stage has been waited for.
   DK_DEVICE void load_factors() {
+    u32 bits[4];
+    ptx::load_shared_x4(bits, factors + stages.slot * sizeof(smem.factor[0]));
     DK_UNROLL
-    for (i32 r = 0; r < 2; ++r)
-      ptx::load_shared_f32x2(factor[r], factors + stages.slot * sizeof(smem.factor[0]) +
-                                            8 * r * sizeof(smem.factor[0][0]));
+    for (i32 i = 0; i < 4; ++i) factor[i / 2][i % 2] = ptx::float_of(bits[i]);
   }
   // The first parts of the coming stage, which has been waited for.
   DK_DEVICE void start_block(Parts& part) const {
