@@ -151,9 +151,9 @@ struct FoldTile {
   constexpr i32 part() const { return cluster == 1 && token_groups == 1 ? 32 : 64; }
   // Whether a k block is one part, and one or two warpgroups have those of two blocks in flight.
   constexpr bool takes_turns() const { return cluster == 2 && token_groups < 3; }
-  // Whether a tile's first wgmma may run under the epilogue of the one before. Where one or two
-  // warpgroups take turns there is rarely a second tile, nor where one has all columns.
-  constexpr bool may_overlap() const { return token_groups > 1 && !takes_turns(); }
+  // Whether a tile's first wgmma may run under the epilogue of the one before. The small tiles are
+  // for few tokens, where there is rarely a second; three warpgroups lost 5% by it.
+  constexpr bool may_overlap() const { return token_groups == 2 && cluster == 1; }
   // wgmma instructions that the machine code must hold: ptxas can drop some silently. Parts that
   // take turns are in the code four times: the first one, two in the loop, one of an even number of
   // blocks. Overlapping there are a first tile's loop, and of others a first block and a loop.

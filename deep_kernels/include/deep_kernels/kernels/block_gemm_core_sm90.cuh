@@ -49,7 +49,8 @@ template <auto S>
 struct Smem {
   alignas(1024) u8 x[S.stages][S.tile_tokens() * kScaleBlock];
   alignas(1024) u8 w[S.stages][S.tile().rows() * kScaleBlock];  // gate rows, then up rows
-  // Of the sums: [.. of 16 tokens][token % 8][token / 8 % 2][gate | up], what a lane reads together.
+  // Of the sums: [.. of 16 tokens][token % 8][token / 8 % 2][gate | up], what a lane reads
+  // together.
   alignas(16) float factor[S.stages][S.tile_tokens() / 16][8][2][2];
   // Each pair: who arrives, who waits.
   alignas(8) u64 filled[S.stages];  // producer thread, TMA bytes, scale warps -> math warps
@@ -79,8 +80,8 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
 template <auto S>
 struct RoleRegisters {
   static constexpr bool kMoves = S.token_groups > 1;
-  static constexpr i32 kProducer = S.token_groups == 2 ? 40 : 32;
-  static constexpr i32 kMath = S.token_groups == 2 ? 232 : 160;
+  static constexpr i32 kProducer = S.token_groups == 2 ? 40 : 56;
+  static constexpr i32 kMath = S.token_groups == 2 ? 232 : 152;
 };
 
 // Which of the cluster's blocks this one is, and which tiles the cluster takes.
@@ -161,12 +162,13 @@ DK_DEVICE i32 column_of(bool permuted, i32 j, i32 e) {
 }
 
 // One warp per math warpgroup: what the sums of a stage are multiplied by, for every token of the
-// group. In the math warps themselves even a few loads and shuffles a k block cost 16% of the
-// kernel: they go through the pipe that the tensor cores read their operands by.
+// group. The scales come four k blocks at a time, so that a load meets few lines of the cache: each
+// costs the pipe that the tensor cores read their operands by as much as one of their own reads.
+// Loaded and handed round in the math warps they took 16% of the kernel, here with a line for every
+// token and k block 7%.
 template <auto S>
 struct ScaleRole {
-  // K blocks whose loads are under way together: what the registers allow.
-  static constexpr i32 kAtATime = S.token_groups == 3 ? 2 : 4;
+  static constexpr i32 kBlocks = 4;  // at a time
 
   const BlockScaledArgs& args;
   Smem<S>& smem;
@@ -177,49 +179,55 @@ struct ScaleRole {
   DK_DEVICE ScaleRole(const BlockScaledArgs& args, Smem<S>& smem, i32 group)
       : args(args), smem(smem), group(group), num_k(ceil_div(args.k, kScaleBlock)) {}
 
-  // Of the group's tokens the lane has two, 32 apart.
-  DK_DEVICE i32 token_of_tile(i32 i) const { return 64 * group + 32 * i + ptx::lane_index(); }
+  // Scales of one of the blocks, which only every fourth lane has: of tokens 8i + lane / 4.
+  struct Scales {
+    float token[8];
+    float weight[2];  // gate, up
+  };
+  // Of tokens and blocks that do not exist anything.
+  DK_DEVICE void load(Scales& scales, i32 first_token, TileRows rows, i32 first_block) const {
+    const i32 lane = ptx::fresh_thread_index() % 32;  // what is made of it would be kept, and spilled
+    const i32 k = min_of(first_block + lane % kBlocks, num_k - 1);
+    const i32 token = first_token + lane / kBlocks;
+    const float* row =
+        args.x_scale + token * args.x_scale_token_stride + k * args.x_scale_block_stride;
+    DK_UNROLL
+    for (i32 i = 0; i < 8; ++i)
+      scales.token[i] = token + 8 * i < args.num_tokens
+                            ? ptx::load_global(row + 8 * i * args.x_scale_token_stride)
+                            : 0.0f;
+    scales.weight[0] = weight(rows.gate, k);
+    scales.weight[1] = weight(rows.up, k);
+  }
   DK_DEVICE float weight(i32 row, i32 k) const {
     return tile::load_float(args.w_scale,
                             row * args.w_scale_row_stride + k * args.w_scale_block_stride,
                             args.w_scale_dtype);
   }
-  DK_DEVICE void fill_stage(const float (&token)[2], const float (&weight)[2]) {
-    ptx::mbarrier_wait(ptx::smem_addr(&smem.drained[stages.slot]), stages.parity);
+  DK_DEVICE void store(const Scales& scales) const {
+    const auto& [token, weight] = scales;
     DK_UNROLL
-    for (i32 i = 0; i < 2; ++i) {
-      const i32 at = token_of_tile(i);
-      float(&factor)[2] = smem.factor[stages.slot][at / 16][at % 8][at / 8 % 2];
-      ptx::store_shared_f32x2(ptx::smem_addr(&factor), token[i] * weight[0], token[i] * weight[1]);
+    for (i32 i = 0; i < 4; ++i) {
+      const auto& to = smem.factor[stages.slot][4 * group + i][ptx::lane_index() / kBlocks];
+      ptx::store_shared_x4(ptx::smem_addr(&to), ptx::bits_of(token[2 * i] * weight[0]),
+                           ptx::bits_of(token[2 * i] * weight[1]),
+                           ptx::bits_of(token[2 * i + 1] * weight[0]),
+                           ptx::bits_of(token[2 * i + 1] * weight[1]));
     }
-    ptx::sync_warp();
-    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.filled[stages.slot]));
-    stages.next();
   }
-  // Rows of tokens that do not exist take the last one's scale, and are not stored.
   DK_DEVICE void fill_tile(TileOrder::Tile tile, TileRows rows) {
-    const float* token_row[2];
-    DK_UNROLL
-    for (i32 i = 0; i < 2; ++i)
-      token_row[i] = args.x_scale +
-                     min_of(tile.token * S.tile_tokens() + token_of_tile(i), args.num_tokens - 1) *
-                         args.x_scale_token_stride;
+    const i32 first_token = tile.token * S.tile_tokens() + 64 * group;
     DK_NO_UNROLL
-    for (i32 first = 0; first < num_k; first += kAtATime) {
-      float token[kAtATime][2];
-      float w[kAtATime][2];
-      DK_UNROLL
-      for (i32 i = 0; i < kAtATime; ++i) {
-        const i32 k = min_of(first + i, num_k - 1);
-        DK_UNROLL
-        for (i32 r = 0; r < 2; ++r)
-          token[i][r] = ptx::load_global(token_row[r] + k * args.x_scale_block_stride);
-        w[i][0] = weight(rows.gate, k);
-        w[i][1] = weight(rows.up, k);
+    for (i32 first = 0; first < num_k; first += kBlocks) {
+      Scales scales;
+      load(scales, first_token, rows, first);
+      DK_NO_UNROLL
+      for (i32 i = 0; i < min_of(kBlocks, num_k - first); ++i, stages.next()) {
+        ptx::mbarrier_wait(ptx::smem_addr(&smem.drained[stages.slot]), stages.parity);
+        if (ptx::lane_index() % kBlocks == i) store(scales);
+        ptx::sync_warp();
+        if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.filled[stages.slot]));
       }
-      DK_UNROLL
-      for (i32 i = 0; i < kAtATime; ++i)
-        if (first + i < num_k) fill_stage(token[i], w[i]);
     }
   }
   template <class ScaleRowsOf>
