@@ -25,6 +25,7 @@ inline py::dict to_python(const emulator::Launch& launch) {
   words["grid"] = launch.grid;
   words["block"] = launch.block;
   words["smem_bytes"] = launch.smem_bytes;
+  words["cluster"] = launch.cluster;
   words["args"] = py::bytes(launch.args.data(), launch.args.size());
   words["maps"] =
       py::bytes(reinterpret_cast<const char*>(launch.maps.data()), launch.maps.size_bytes());

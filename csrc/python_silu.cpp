@@ -108,6 +108,18 @@ py::object silu_mul_call(py::handle gate_up_arg, py::handle activation, py::hand
       wrapped_pair);
 }
 
+py::dict fold_choice(const std::string& arch, i64 num_tokens, i64 num_columns, i64 num_sms) {
+  const Arch resolved = resolve_arch("silu_fold_choice", arch, std::nullopt);
+  const FoldChoice choice = describe_fold_choice(resolved, {num_tokens, num_columns, num_sms});
+  py::dict rounds;
+  for (const auto& [tile, count] : choice.rounds) rounds[py::str(tile)] = count;
+  py::dict result;
+  result["rounds"] = rounds;
+  result["tile"] = choice.tile;
+  result["fused"] = choice.fused;
+  return result;
+}
+
 }  // namespace
 
 void add_silu_ops(py::module_& m) {
@@ -117,6 +129,7 @@ void add_silu_ops(py::module_& m) {
   m.def("check_fp8_block_gemm_nt", block_gemm_call<Purpose::check>);
   m.def("silu_mul_to_fp8_block128", silu_mul_call<Purpose::run>);
   m.def("check_silu_mul_to_fp8_block128", silu_mul_call<Purpose::check>);
+  m.def("silu_fold_choice", fold_choice);
 }
 
 }  // namespace deep_kernels

@@ -8,13 +8,18 @@ import sys
 from pathlib import Path
 
 _SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-OPS = {"mqa_logits": "tune_mqa_clean"}  # the script that measures each
+OPS = {"mqa_logits": "tune_mqa_clean", "silu_fold": "tune_silu_fold"}  # the script that measures each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("--arch", help="backend, target or both whose kernels are measured; default: the card's")
-    parser.add_argument("--formats", nargs="+", choices=("fp8", "mxfp8", "mxfp4"), help="only these; default: all")
+    parser.add_argument(
+        "--arch",
+        help="backend, target or both whose kernels are measured; default: the card's (silu_fold: all it runs)",
+    )
+    parser.add_argument(
+        "--formats", nargs="+", choices=("fp8", "mxfp8", "mxfp4"), help="of mqa_logits, only these; default: all"
+    )
     parser.add_argument("--samples", type=int, default=40, metavar="N", help="rounds per shape (default %(default)s)")
     parser.add_argument("--save", type=Path, metavar="JSON", help="keep every measured time there")
     parser.add_argument("--load", type=Path, metavar="JSON", help="measure nothing, decide by times kept earlier")

@@ -17,6 +17,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import tuning
+from tuning import STRING
+
 MIN_GAIN = 0.005
 PLACEMENTS = ("concurrent", "deferred")
 BACKENDS = ("sm89", "sm90")
@@ -52,24 +55,19 @@ class Comparison:
     concurrent: Sequence[float]
     deferred: Sequence[float]
 
-    def log_ratios(self) -> list[float]:
-        return [math.log(b / a) for a, b in zip(self.concurrent, self.deferred, strict=True)]
+    @property
+    def times(self) -> tuning.Paired:
+        return tuning.Paired(self.concurrent, self.deferred)
 
     def log_ratio(self) -> float:
         """Above 0: the deferred placement takes longer."""
-        return statistics.median(self.log_ratios())
-
-    def variance(self) -> float:
-        """Of that median, from the median deviation of the rounds, which a few disturbed ones do not move."""
-        ratios, middle = self.log_ratios(), self.log_ratio()
-        deviation = 1.4826 * statistics.median(abs(ratio - middle) for ratio in ratios)
-        return math.pi / 2 * deviation**2 / len(ratios)
+        return self.times.log_ratio()
 
 
 def decide(key: Key, comparisons: Sequence[Comparison], gpu: str, date: str) -> CleanRow:
     """The row that the comparisons of all shapes ask for."""
     log_ratio = statistics.fmean(one.log_ratio() for one in comparisons)
-    error = 2 * math.sqrt(sum(one.variance() for one in comparisons)) / len(comparisons)
+    error = 2 * math.sqrt(sum(one.times.variance() for one in comparisons)) / len(comparisons)
     placement, other = PLACEMENTS if log_ratio > 0 else reversed(PLACEMENTS)
     excess = math.expm1(abs(log_ratio))
     shapes = ", ".join(f"{one.label} {math.expm1(one.log_ratio()):+.1%}" for one in comparisons)
@@ -108,10 +106,9 @@ _TAIL = """\
 
 }  // namespace deep_kernels
 """
-_STRING = r'"([^"\\]*)"'
 _ROW = re.compile(
     rf"    \{{Backend::({'|'.join(BACKENDS)}), Format::({'|'.join(FORMATS)}), Schedule::({'|'.join(SCHEDULES)}), "
-    rf"Clean::({'|'.join(PLACEMENTS)}), {_STRING}, {_STRING}, ([\d.]+),\n     {_STRING}\}},\n"
+    rf"Clean::({'|'.join(PLACEMENTS)}), {STRING}, {STRING}, ([\d.]+),\n     {STRING}\}},\n"
 )
 
 
@@ -121,8 +118,7 @@ def render(rows: Iterable[CleanRow]) -> str:
 
 
 def _render_row(row: CleanRow) -> str:
-    if any(set(text) & set('"\\\n') for text in (row.gpu, row.date, row.reason)):
-        raise ValueError(f"a row's texts must be without quotes, backslashes and line ends, got {row}")
+    tuning.require_plain(row, row.gpu, row.date, row.reason)
     return (
         f"    {{Backend::{row.backend}, Format::{row.format}, Schedule::{row.schedule}, Clean::{row.placement}, "
         f'"{row.gpu}", "{row.date}", {row.gain:.4f},\n     "{row.reason}"}},\n'

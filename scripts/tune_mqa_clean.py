@@ -15,10 +15,8 @@ import argparse
 import gc
 import itertools
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -29,31 +27,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import mqa_clean_table
 import timing
+import tuning
 from mqa_clean_table import FORMATS, PLACEMENTS, SCHEDULES, CleanRow, Comparison
 from mqa_problems import OP, Shape, call_of, make_problem, metadata_of
+from tuning import Times
 
 import deep_kernels as dk
 from deep_kernels import tune as command
 
 TABLE = Path(__file__).resolve().parent.parent / "csrc" / "ops" / "mqa_clean_table.h"
 SHAPES = (Shape(2048, 32768, 64, 128), Shape(8192, 8192, 64, 128), Shape(2048, 32768, 32, 128))
-
-Times = dict[str, Any]  # of one card: gpu, date, backend, and under results lists of microseconds
-
-
-@contextmanager
-def placed(placement: str) -> Iterator[None]:
-    """Calls within the block fill there; the library reads the setting at every call."""
-    name = "DEEP_KERNELS_MQA_CLEAN"
-    before = os.environ.get(name)
-    os.environ[name] = placement
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def calls_of(shape: Shape, arch: str | None, device: str) -> dict[tuple[str, str], Callable[[], torch.Tensor]]:
@@ -64,7 +47,7 @@ def calls_of(shape: Shape, arch: str | None, device: str) -> dict[tuple[str, str
 
     def function(schedule: str, placement: str) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
-            with placed(placement):
+            with tuning.setting("DEEP_KERNELS_MQA_CLEAN", placement):
                 return call(schedule_meta=metadata if schedule == "metadata" else None)
 
         return run
@@ -124,32 +107,21 @@ def rows_of(times: Times) -> list[CleanRow]:
     return rows
 
 
-def tune(args: argparse.Namespace) -> int:
-    """The command with the options of deep_kernels/tune.py; errors are exceptions with one sentence."""
-    table = args.table or TABLE
-    rows = mqa_clean_table.parse(table.read_text(encoding="utf-8"))
-    if args.check:
-        return 0
-    if args.load:
-        times = json.loads(args.load.read_text(encoding="utf-8"))
-    else:
-        if not torch.cuda.is_available():
-            raise RuntimeError("tune: a CUDA device is needed, torch sees none")
-        if args.samples < 2:
-            raise ValueError(f"tune: --samples must be at least 2, got {args.samples}")
-        times = measure(backend_of(args.arch), args.arch, tuple(args.formats or FORMATS), args.samples)
-    if args.save:
-        args.save.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
+def updated(rows: list[CleanRow], times: Times) -> str:
+    """The table's text with the rows that the times ask for."""
     measured = rows_of(times)
     for row in measured:
         print(f"{' / '.join(row.key)}: {row.placement}, {row.reason}", file=sys.stderr)
-    text = mqa_clean_table.render(mqa_clean_table.merged(rows, measured))
-    if args.dry_run:
-        print(text, end="")
-    else:
-        table.write_text(text, encoding="utf-8")
-        print(f"{table} has {len(measured)} rows of {times['gpu']}; build the extension again", file=sys.stderr)
-    return 0
+    return mqa_clean_table.render(mqa_clean_table.merged(rows, measured))
+
+
+def tune(args: argparse.Namespace) -> int:
+    """The command with the options of deep_kernels/tune.py; errors are exceptions with one sentence."""
+
+    def measured() -> Times:
+        return measure(backend_of(args.arch), args.arch, tuple(args.formats or FORMATS), args.samples)
+
+    return tuning.run(args, TABLE, mqa_clean_table.parse, measured, updated)
 
 
 def backend_of(arch: str | None) -> str:
@@ -159,15 +131,5 @@ def backend_of(arch: str | None) -> str:
     return str(spec["backend"])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_arguments(parser)
-    try:
-        return tune(parser.parse_args())
-    except (ValueError, OSError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(tuning.main(__doc__, command.add_arguments, tune))

@@ -23,6 +23,7 @@ from deep_kernels.__main__ import main
 
 pytest_plugins = ("runtime_fixtures",)
 
+load("tuning")  # what both of these import
 table = load("mqa_clean_table")
 tuner = load("tune_mqa_clean")
 

@@ -45,7 +45,8 @@ void launch(Module& module, c10::Device device, const Spec& spec, int grid, Para
   const LaunchShape shape{.grid = grid,
                           .block = spec.num_threads(),
                           .smem_bytes = spec.smem_bytes(),
-                          .programmatic = knobs::pdl() && spec.backend != Backend::sm89};
+                          .programmatic = knobs::pdl() && spec.backend != Backend::sm89,
+                          .cluster = cluster_size_of(spec)};
   module.launch(device.index(), current_stream(device), shape, addresses);
 }
 

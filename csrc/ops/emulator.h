@@ -39,6 +39,7 @@ struct Launch {
   int grid;
   int block;
   int smem_bytes;
+  int cluster;
   std::string_view args;  // bytes of the contract's Args
   std::span<const MapDescription> maps;
   std::vector<Buffer> buffers;
@@ -70,6 +71,7 @@ void launch(const Arch& arch, const Spec& spec, const KernelText& text, int grid
        .grid = grid,
        .block = spec.num_threads(),
        .smem_bytes = spec.smem_bytes(),
+       .cluster = cluster_size_of(spec),
        .args = {reinterpret_cast<const char*>(&args), sizeof(args)},
        .maps = maps,
        .buffers = std::move(buffers)});

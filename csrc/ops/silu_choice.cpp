@@ -7,6 +7,7 @@
 #include "ops/checks.h"
 #include "ops/silu_check.h"
 #include "ops/silu_fold.h"
+#include "ops/silu_table.h"
 #include "runtime/errors.h"
 #include "runtime/settings.h"
 #include "runtime/source.h"
@@ -35,7 +36,7 @@ SiluCase read_activation(CaseReader& reader) {
 }
 
 // What these variables name overrules the choice.
-constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";            // tokens
+constexpr const char* kTileVariable = "DEEP_KERNELS_SILU_TILE";            // see word_of
 constexpr const char* kAlgorithmVariable = "DEEP_KERNELS_SILU_ALGORITHM";  // of the fold
 constexpr const char* kStagesVariable = "DEEP_KERNELS_SILU_STAGES";
 
@@ -55,16 +56,24 @@ auto forced(const char* variable, const Choices& choices, Word&& word)
       fmt::format("{} must be one of {}, got '{}'", variable, fmt::join(words, ", "), *text));
 }
 
-// All that choose_token_groups may give.
-std::span<const u8> all_token_groups(const Arch& arch) {
-  static constexpr u8 kGroups[] = {1, 2, 4};
-  return std::span(kGroups).first(arch.backend == Backend::sm89 ? 3 : 2);
+// All tiles that there are, and one as the tables know it.
+std::vector<FoldTile> all_tiles(const Arch& arch) {
+  std::vector<FoldTile> tiles;
+  for_each_fold_tile(arch.backend, [&](const FoldTile& tile) { tiles.push_back(tile); });
+  return tiles;
+}
+TileShape shape_of(const FoldTile& tile) { return {tile.tokens(), tile.cluster}; }
+
+// For people. "128": tokens; "128x2": of a cluster of two.
+std::string word_of(TileShape tile) {
+  return tile.sms == 1 ? fmt::format("{}", tile.tokens)
+                       : fmt::format("{}x{}", tile.tokens, tile.sms);
 }
 
-std::optional<u8> forced_token_groups(const Arch& arch) {
-  return forced(kTileVariable, all_token_groups(arch), [&](u8 groups) {
-    return fmt::format("{}", fold_tile_tokens(arch.backend, groups));
-  });
+std::optional<FoldTile> forced_tile(const Arch& arch) {
+  if (!settings::of_op(kTileVariable)) return std::nullopt;
+  return forced(kTileVariable, all_tiles(arch),
+                [](const FoldTile& tile) { return word_of(shape_of(tile)); });
 }
 
 FoldAlgorithm choose_algorithm(const Arch& arch) {
@@ -74,64 +83,66 @@ FoldAlgorithm choose_algorithm(const Arch& arch) {
   return forced(kAlgorithmVariable, std::span(kAll), word).value_or(kAll[0]);
 }
 
-u8 choose_stages(const Arch& arch, u8 token_groups) {
-  const auto most = static_cast<u8>(fold_stages(arch.backend, token_groups));
+u8 choose_stages(const FoldTile& tile) {
+  const auto most = static_cast<u8>(fold_stages(tile));
   const u8 all[] = {1, most};
-  const bool has_one = most > 1 && fold_has_stages(arch.backend, token_groups, 1);
+  const bool has_one = most > 1 && fold_has_stages(tile, 1);
   const auto word = [](u8 stages) { return fmt::format("{}", stages); };
   return forced(kStagesVariable, std::span(all).last(has_one ? 2 : 1), word).value_or(most);
 }
 
-// What a tile takes: time of a round over the card, the largest tile's 100. sm90: H200, 2026-11-30,
-// 2B and 8B from 64 to 512 tokens. sm89: on the same card at 128 and 8192 tokens of 2B; the largest
-// tile never won there, so that it is listed with what it took.
-struct TileCost {
-  u8 token_groups;
-  i64 time;
-};
-std::span<const TileCost> tile_costs(Backend backend) {
-  static constexpr TileCost kSm89[] = {{1, 36}, {2, 51}, {4, 100}};
-  static constexpr TileCost kSm90[] = {{1, 63}, {2, 100}};
-  if (backend == Backend::sm90) return kSm90;
-  return kSm89;
-}
-
-// The tile whose rounds over the card take least; of equals the largest, which reads w least often.
-u8 choose_token_groups(const Arch& arch, const GemmSizes& sizes, i64 num_blocks) {
-  if (const auto forced = forced_token_groups(arch)) return *forced;
-  u8 best = 0;
+// The measured tile of these sizes, if any; else the one whose rounds over the card take least, of
+// equals the last. A tile that was not measured is never chosen.
+FoldTile choose_tile(const Arch& arch, const GemmSizes& sizes, i64 num_blocks, TileShape measured) {
+  if (const auto forced = forced_tile(arch)) return *forced;
+  std::optional<FoldTile> best;
   i64 least = 0;
-  for (const TileCost& cost : tile_costs(arch.backend)) {
-    const i64 tokens = fold_tile_tokens(arch.backend, cost.token_groups);
-    const i64 tiles = ceil_div<i64>(sizes.num_tokens, tokens) * num_blocks;
-    const i64 total = ceil_div<i64>(tiles, sizes.num_sms) * cost.time;
-    if (best == 0 || total <= least) {
-      best = cost.token_groups;
+  for_each_fold_tile(arch.backend, [&](const FoldTile& tile) {
+    const TileShape shape = shape_of(tile);
+    const i64 time = tile_time(kTileRows, arch.backend, shape);
+    if (time == 0 || tile.cluster > sizes.num_sms) return;
+    const i64 total = shape == measured
+                          ? 0
+                          : time * fold_rounds(shape, sizes.num_tokens, num_blocks, sizes.num_sms);
+    if (!best || total <= least) {
+      best = tile;
       least = total;
     }
-  }
-  return best;
+  });
+  return *best;
 }
 
-SiluFoldSpec fold_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
+i64 num_fold_blocks(const GemmSizes& sizes) {
+  return ceil_div<i64>(sizes.num_columns, kScaleBlock);
+}
+FoldTile choose_fold_tile(const Arch& arch, const GemmSizes& sizes) {
+  const FoldRow* row = find_fold_row(kFoldRows, arch.backend, sizes.num_columns, sizes.num_tokens);
+  const TileShape measured =
+      row ? row->tile_for(sizes.num_columns, sizes.num_tokens, sizes.num_sms) : kByRounds;
+  return choose_tile(arch, sizes, num_fold_blocks(sizes), measured);
+}
+
+SiluFoldSpec fold_spec(const SiluCase& wanted, const Arch& arch, const FoldTile& tile) {
   const SiluFoldSpec spec{.backend = arch.backend,
                           .algorithm = choose_algorithm(arch),
                           .activation = wanted.activation,
                           .rounding = wanted.rounding,
                           .scale_format = wanted.scale_format,
-                          .token_groups = token_groups,
-                          .stages = choose_stages(arch, token_groups)};
+                          .token_groups = static_cast<u8>(tile.token_groups),
+                          .cluster = static_cast<u8>(tile.cluster),
+                          .stages = choose_stages(tile)};
   // Nothing that is chosen: what the variables name may not go together.
   if (const char* reason = spec.invalid())
     throw ValueError(fmt::format("{}: {} for {}", kSiluFoldOp, reason, describe_spec(spec)));
   return spec;
 }
 
-BlockGemmSpec gemm_spec(const SiluCase& wanted, const Arch& arch, u8 token_groups) {
+BlockGemmSpec gemm_spec(const SiluCase& wanted, const Arch& arch, const FoldTile& tile) {
   return {.backend = arch.backend,
           .out_dtype = wanted.out_dtype,
-          .token_groups = token_groups,
-          .stages = static_cast<u8>(fold_stages(arch.backend, token_groups))};
+          .token_groups = static_cast<u8>(tile.token_groups),
+          .cluster = static_cast<u8>(tile.cluster),
+          .stages = static_cast<u8>(fold_stages(tile))};
 }
 
 }  // namespace
@@ -164,17 +175,18 @@ std::optional<std::string> silu_refusal(const SiluCase& wanted, Backend backend)
   return std::nullopt;
 }
 
-bool choose_fused(const Arch&, const GemmSizes&) { return true; }
+bool choose_fused(const Arch& arch, const GemmSizes& sizes) {
+  return fold_is_chosen(kFoldRows, arch.backend, sizes.num_columns, sizes.num_tokens);
+}
 
 SiluFoldSpec choose_silu_fold_spec(const SiluCase& wanted, const Arch& arch,
                                    const GemmSizes& sizes) {
-  const i64 blocks = ceil_div<i64>(sizes.num_columns, kScaleBlock);
-  return fold_spec(wanted, arch, choose_token_groups(arch, sizes, blocks));
+  return fold_spec(wanted, arch, choose_fold_tile(arch, sizes));
 }
 BlockGemmSpec choose_block_gemm_spec(const SiluCase& wanted, const Arch& arch,
                                      const GemmSizes& sizes) {
   const i64 blocks = ceil_div<i64>(sizes.num_columns, kFoldTileRows);
-  return gemm_spec(wanted, arch, choose_token_groups(arch, sizes, blocks));
+  return gemm_spec(wanted, arch, choose_tile(arch, sizes, blocks, kByRounds));
 }
 SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
   return {.backend = Backend::sm89,
@@ -182,33 +194,53 @@ SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted) {
           .scale_format = wanted.scale_format};
 }
 
+FoldChoice describe_fold_choice(const Arch& arch, const GemmSizes& sizes) {
+  FoldChoice choice{.rounds = {},
+                    .tile = word_of(shape_of(choose_fold_tile(arch, sizes))),
+                    .fused = choose_fused(arch, sizes)};
+  for_each_fold_tile(arch.backend, [&](const FoldTile& tile) {
+    const TileShape shape = shape_of(tile);
+    choice.rounds.emplace_back(word_of(shape), fold_rounds(shape, sizes.num_tokens,
+                                                           num_fold_blocks(sizes), sizes.num_sms));
+  });
+  return choice;
+}
+
 std::vector<TuningRow> silu_tuning() {
   std::vector<TuningRow> rows;
-  for (const Backend backend : {Backend::sm89, Backend::sm90}) {
-    std::string times;
-    for (const TileCost& cost : tile_costs(backend))
-      times += fmt::format("{}{} tokens {}", times.empty() ? "" : ", ",
-                           fold_tile_tokens(backend, cost.token_groups), cost.time);
+  for (const TileRow& row : kTileRows)
     rows.push_back({.op = kSiluFoldOp,
-                    .backend = backend,
-                    .gpu = "NVIDIA H200",
+                    .backend = row.backend,
+                    .gpu = row.gpu,
                     .choice = "the tile whose rounds over the card take least",
-                    .cases = "",
-                    .date = "2026-11-30",
+                    .cases = fmt::format("tile {}: a round counts {}", word_of(row.tile), row.time),
+                    .date = row.date,
                     .gain = 0.0,
-                    .reason = fmt::format("time of a round, the largest tile's 100: {}", times)});
+                    .reason = row.reason});
+  for (const FoldRow& row : kFoldRows) {
+    const char* way = row.fused ? "fold" : "two launches";
+    const bool by_rounds = row.tile == kByRounds;
+    rows.push_back(
+        {.op = kSiluFoldOp,
+         .backend = row.backend,
+         .gpu = row.gpu,
+         .choice = by_rounds ? way : fmt::format("{}, its tile {}", way, word_of(row.tile)),
+         .cases = fmt::format("I {}, up to {} tokens", row.num_columns, row.max_tokens),
+         .date = row.date,
+         .gain = row.gain,
+         .reason = row.reason});
   }
   return rows;
 }
 
 std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch) {
   std::vector<SiluFoldSpec> specs;
-  for (u8 groups : all_token_groups(arch)) specs.push_back(fold_spec(wanted, arch, groups));
+  for (const FoldTile& tile : all_tiles(arch)) specs.push_back(fold_spec(wanted, arch, tile));
   return specs;
 }
 std::vector<BlockGemmSpec> block_gemm_specs(const SiluCase& wanted, const Arch& arch) {
   std::vector<BlockGemmSpec> specs;
-  for (u8 groups : all_token_groups(arch)) specs.push_back(gemm_spec(wanted, arch, groups));
+  for (const FoldTile& tile : all_tiles(arch)) specs.push_back(gemm_spec(wanted, arch, tile));
   return specs;
 }
 

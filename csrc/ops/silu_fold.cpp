@@ -75,7 +75,7 @@ void run_fold(const SiluFoldCall& call, const SiluCase& wanted, const Place& pla
   if (!place.arch)
     return cpu::silu_fold(args, wanted.activation, wanted.rounding, wanted.scale_format);
   const SiluFoldSpec spec = choose_silu_fold_spec(wanted, *place.arch, sizes);
-  const auto maps = block_gemm_maps(args.gemm, spec.tile_tokens(), args.num_columns, true);
+  const auto maps = block_gemm_maps(args.gemm, spec.tile(), args.num_columns, true);
   const auto buffers = [&] {
     return buffers_of(inputs_of(call), {{"out", y}, {"out scale", y_scale}});
   };
@@ -106,7 +106,7 @@ void run_gemm(const BlockGemmCall& call, const Place& place, const GemmProblem& 
   if (!place.arch) return cpu::block_gemm(args, wanted.out_dtype);
   const GemmSizes sizes = sizes_of(p, place);
   const BlockGemmSpec spec = choose_block_gemm_spec(wanted, *place.arch, sizes);
-  const auto maps = block_gemm_maps(args.gemm, spec.tile_tokens(), args.num_columns, false);
+  const auto maps = block_gemm_maps(args.gemm, spec.tile(), args.num_columns, false);
   const auto buffers = [&] { return buffers_of(inputs_of(call), {{"out", out}}); };
   run_kernel(*place.arch, place.device, spec, spec.grid(args, static_cast<i32>(sizes.num_sms)),
              args, buffers, maps.x, maps.gate, maps.up);

@@ -100,6 +100,14 @@ SiluMulSpec choose_silu_mul_spec(const SiluCase& wanted);
 std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch);
 std::vector<BlockGemmSpec> block_gemm_specs(const SiluCase& wanted, const Arch& arch);
 
+// What calls of these sizes take, in words, for the tuner.
+struct FoldChoice {
+  std::vector<std::pair<std::string, i64>> rounds;  // over the card, by every tile that may be
+  std::string tile;
+  bool fused;
+};
+FoldChoice describe_fold_choice(const Arch& arch, const GemmSizes& sizes);
+
 // What was measured, for the inspector.
 std::vector<TuningRow> silu_tuning();
 

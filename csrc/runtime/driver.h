@@ -22,9 +22,11 @@ struct LaunchAttribute {
   std::int32_t padding;
   union {
     std::int32_t flag;
+    std::uint32_t dimensions[3];
     char bytes[64];
   };
 };
+inline constexpr std::int32_t kClusterDimension = 4;
 inline constexpr std::int32_t kProgrammaticStreamSerialization = 6;
 
 struct LaunchConfig {

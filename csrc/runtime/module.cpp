@@ -42,9 +42,15 @@ driver::Kernel Module::handle(int device, int smem_bytes) {
 void Module::launch(int device, driver::Stream stream, const LaunchShape& shape, void** params) {
   driver::ensure_context(device);
   driver::Kernel kernel = handle(device, shape.smem_bytes);
-  driver::LaunchAttribute attribute{};
-  attribute.id = driver::kProgrammaticStreamSerialization;
-  attribute.flag = 1;
+  driver::LaunchAttribute attributes[2]{};
+  unsigned num_attributes = 0;
+  if (shape.programmatic)
+    attributes[num_attributes++] = {.id = driver::kProgrammaticStreamSerialization, .flag = 1};
+  if (shape.cluster > 1)
+    attributes[num_attributes++] = {
+        .id = driver::kClusterDimension,
+        .dimensions = {static_cast<std::uint32_t>(shape.cluster), 1, 1},
+    };
   const driver::LaunchConfig config{
       .grid_x = static_cast<unsigned>(shape.grid),
       .grid_y = 1,
@@ -54,14 +60,15 @@ void Module::launch(int device, driver::Stream stream, const LaunchShape& shape,
       .block_z = 1,
       .smem_bytes = static_cast<unsigned>(shape.smem_bytes),
       .stream = stream,
-      .attributes = &attribute,
-      .num_attributes = shape.programmatic ? 1u : 0u,
+      .attributes = attributes,
+      .num_attributes = num_attributes,
   };
   const driver::Result result = driver::api().launch(&config, kernel, params, nullptr);
   if (result != 0)
-    driver::check(result, fmt::format("launching {} with {} blocks of {} threads and {} bytes of "
-                                      "shared memory",
-                                      entry_, shape.grid, shape.block, shape.smem_bytes));
+    driver::check(result,
+                  fmt::format("launching {} with {} blocks of {} threads and {} bytes of "
+                              "shared memory in clusters of {}",
+                              entry_, shape.grid, shape.block, shape.smem_bytes, shape.cluster));
 }
 
 }  // namespace deep_kernels

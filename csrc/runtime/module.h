@@ -16,6 +16,7 @@ struct LaunchShape {
   int block;
   int smem_bytes;
   bool programmatic;  // may start before the kernel ahead of it in the stream has ended (PDL)
+  int cluster = 1;    // blocks that run together; the grid is a multiple of it
 };
 
 class Module {

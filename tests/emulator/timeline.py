@@ -68,13 +68,13 @@ class Block:
 
 def read_events(path: Path) -> list[Block]:
     """Blocks of a launch out of the emulator's trace file."""
-    blocks: list[Block] = []
+    blocks: dict[int, Block] = {}
     for line in path.read_text().splitlines():
         event = json.loads(line)
         if event["kind"] == "block":
-            blocks.append(Block(event["block"]))
+            blocks[event["block"]] = Block(event["block"])
             continue
-        block = blocks[-1]
+        block = blocks[event["block"]]
         span = Span(event["what"], event["phase"], event["begin"], event["end"], event["at"])
         if event["kind"] in ("tensor", "copy"):
             (block.tensor if event["kind"] == "tensor" else block.copies).append(span)
@@ -87,7 +87,7 @@ def read_events(path: Path) -> list[Block]:
             warp.waits.append(span)
         elif event["kind"] == "mark":
             warp.marks.append(span)
-    return blocks
+    return list(blocks.values())
 
 
 def _range(warps: list[Warp]) -> str:

@@ -13,19 +13,19 @@ namespace deep_kernels::emulator {
 void enter_barrier(Warp& warp, i32 index, u32 id, u32 num_threads, Place at) {
   const auto wanted = static_cast<i32>(num_threads);
   if (id > 15) fail("barrier", format("barrier %u: there are 16, from 0 to 15", id), at);
-  if (wanted % kWarp != 0 || wanted < kWarp || wanted > machine.num_threads)
+  if (wanted % kWarp != 0 || wanted < kWarp || wanted > machine.block_threads)
     fail("barrier",
          format("barrier %u for %d threads: must be a multiple of 32, at most the block's %d", id,
-                wanted, machine.num_threads),
+                wanted, machine.block_threads),
          at);
-  NamedBarrier& barrier = machine.barriers[id];
+  NamedBarrier& barrier = machine.block_of(index).barriers[id];
   if (barrier.arrived == 0) {
     barrier.expected = wanted;
     barrier.place = at;
   } else if (barrier.expected != wanted) {
     fail("barrier",
          format("barrier %u for %d threads, but warp %d waits at it for %d", id, wanted,
-                barrier.warps.front(), barrier.expected) +
+                barrier.warps.front() % machine.block_warps, barrier.expected) +
              cite("that is at", barrier.place),
          at);
   }
@@ -55,7 +55,7 @@ void barrier_sync(u32 id, u32 num_threads, At at) {
   identity.time = end + cycles::kBarrier;
 }
 
-void sync_threads(At at) { barrier_sync(0, static_cast<u32>(machine.num_threads), at); }
+void sync_threads(At at) { barrier_sync(0, static_cast<u32>(machine.block_threads), at); }
 
 // --- mbarriers
 // -----------------------------------------------------------------------------------------
@@ -73,7 +73,8 @@ std::string name_mbarrier(u32 addr, Place at) {
   if (end == std::string::npos) return smem_name(addr);
   std::string name = line.substr(begin + 1, end - begin - 1);
   int earlier = 0;
-  for (const Mbarrier& other : machine.mbarriers) earlier += other.init_at == at;
+  for (const Mbarrier& other : machine.mbarriers)
+    earlier += other.init_at == at && other.addr >> kRankShift == addr >> kRankShift;
   if (const std::size_t bracket = name.rfind('['); bracket != std::string::npos)
     name = name.substr(0, bracket) + format("[%d]", earlier);
   return name + " at " + smem_name(addr);
@@ -110,15 +111,25 @@ void try_complete(Mbarrier& barrier, Place at) {
 
 bool phase_done(const Mbarrier& barrier, u32 parity) { return (barrier.phase & 1) != parity; }
 
+namespace {
+
+// Whether the thread knows that the mbarrier was initialised.
+bool knows_of(i32 thread, const Mbarrier& barrier) {
+  const u32* clocks = machine.clocks_of(thread);
+  return clocks[barrier.init_thread] >= barrier.init_clock ||
+         (barrier.cluster_phase != 0 && clocks[machine.cluster_agent()] >= barrier.cluster_phase);
+}
+
+}  // namespace
+
 Mbarrier& find_mbarrier(u32 addr, const char* use, Place at) {
-  shared.check_range(addr, 8, 8, use, at);
-  const i32 index = shared.mbarrier_at(addr);
+  const SharedMemory& memory = memory_of(addr);
+  const i32 index = memory.mbarrier_at(addr);
   if (index < 0)
     fail("mbarrier",
          format("%s at %s, where no mbarrier was initialised", use, smem_name(addr).c_str()), at);
   Mbarrier& barrier = machine.mbarriers[index];
-  if (machine.current != nullptr &&
-      machine.clocks_of(self().index)[barrier.init_thread] < barrier.init_clock)
+  if (machine.current != nullptr && !knows_of(self().index, barrier))
     fail("race",
          format("%s of mbarrier %s, which %s initialised: nothing orders the two", use,
                 barrier.name.c_str(), thread_name(barrier.init_thread).c_str()) +
@@ -129,20 +140,24 @@ Mbarrier& find_mbarrier(u32 addr, const char* use, Place at) {
 
 void mbarrier_init(u32 addr, u32 arrivals, At at) {
   const Place place = place_of(at);
-  shared.check_range(addr, 8, 8, "mbarrier.init", place);
-  if (shared.mbarrier_at(addr) >= 0)
+  SharedMemory& memory = own_memory();
+  memory.check_range(addr, 8, 8, "mbarrier.init", place);
+  if (memory.mbarrier_at(addr) >= 0)
     fail("mbarrier",
          format("initialises mbarrier %s again",
-                machine.mbarriers[shared.mbarrier_at(addr)].name.c_str()),
+                machine.mbarriers[memory.mbarrier_at(addr)].name.c_str()),
          place);
   if (arrivals == 0 || arrivals > kMaxBytes)
     fail("mbarrier", format("%u arrivals: must be from 1 to %lld", arrivals, kMaxBytes), place);
-  if (machine.mbarriers.size() == kMaxMbarriers)
+  const auto of_block = [&](const Mbarrier& other) {
+    return other.addr >> kRankShift == addr >> kRankShift;
+  };
+  if (std::count_if(machine.mbarriers.begin(), machine.mbarriers.end(), of_block) == kMaxMbarriers)
     fail("mbarrier",
          format("more than %d mbarriers: raise kMaxMbarriers of the emulator", kMaxMbarriers),
          place);
   Thread& thread = self();
-  shared.write(addr, 8, thread.index, place);
+  memory.write(addr, 8, thread.index, place);
   const auto index = static_cast<i32>(machine.mbarriers.size());
   Mbarrier barrier;
   barrier.addr = addr;
@@ -156,14 +171,13 @@ void mbarrier_init(u32 addr, u32 arrivals, At at) {
        {&barrier.pending_clocks, &barrier.done_clocks, &barrier.pending_proxy, &barrier.done_proxy})
     clocks->assign(machine.num_agents, 0);
   machine.mbarriers.push_back(std::move(barrier));
-  shared.mark_mbarrier(addr, index);
+  memory.mark_mbarrier(addr, index);
 }
 
-void mbarrier_arrive(u32 addr, u32 expected_bytes, At at) {
-  maybe_yield();
-  const Place place = place_of(at);
-  Thread& thread = self();
-  Mbarrier& barrier = find_mbarrier(addr, "mbarrier.arrive", place);
+namespace {
+
+void arrive(Mbarrier& barrier, u32 expected_bytes, Place place) {
+  const Thread& thread = self();
   if (barrier.pending == 0) {
     std::string who;
     for (const auto& [other, where] : barrier.arrived)
@@ -193,10 +207,34 @@ void mbarrier_arrive(u32 addr, u32 expected_bytes, At at) {
   try_complete(barrier, place);
 }
 
+}  // namespace
+
+void mbarrier_arrive(u32 addr, u32 expected_bytes, At at) {
+  maybe_yield();
+  const Place place = place_of(at);
+  own_memory().check_range(addr, 8, 8, "mbarrier.arrive", place);
+  arrive(find_mbarrier(addr, "mbarrier.arrive", place), expected_bytes, place);
+}
+
+void mbarrier_arrive_peer(u32 addr, At at) {
+  maybe_yield();
+  const Place place = place_of(at);
+  Thread& thread = self();
+  peer_memory(addr, 8, 8, "mbarrier.arrive", place);
+  Mbarrier& barrier = find_mbarrier(addr, "mbarrier.arrive", place);
+  if (const i32 rank = static_cast<i32>(addr >> kRankShift); rank != thread.rank)
+    machine.blocks[rank].touches[thread.index] = {
+        .clock = machine.clock_of(thread.index),
+        .cluster_arrivals = machine.warps[thread.warp()].cluster_arrivals,
+        .place = place};
+  arrive(barrier, 0, place);
+}
+
 void mbarrier_wait(u32 addr, u32 parity, At at) {
   maybe_yield();
   const Place place = place_of(at);
   Thread& thread = self();
+  own_memory().check_range(addr, 8, 8, "mbarrier.wait", place);
   Mbarrier& barrier = find_mbarrier(addr, "mbarrier.wait", place);
   if (parity > 1) fail("mbarrier", format("parity %u: must be 0 or 1", parity), place);
   while (!phase_done(barrier, parity)) {
@@ -226,6 +264,8 @@ void complete_bytes(const TmaCopy& copy) {
   --barrier.copies;
   barrier.bytes -= copy.bytes;
   barrier.pending_clocks[barrier.agent] = ++barrier.agent_clock;
+  if (machine.threads[copy.thread].rank != static_cast<i32>(barrier.addr >> kRankShift))
+    barrier.peer_clock = barrier.agent_clock;
   barrier.pending_time = std::max(barrier.pending_time, copy.end);
   try_complete(barrier, copy.place);
 }
@@ -235,7 +275,7 @@ void complete_bytes(const TmaCopy& copy) {
 
 void fence_mbarrier_init(At) {
   for (Mbarrier& barrier : machine.mbarriers)
-    if (barrier.init_thread == self().index) barrier.async_visible = true;
+    if (barrier.init_thread == self().index) barrier.async_visible = barrier.released = true;
 }
 
 void fence_proxy_async(At) {
@@ -243,8 +283,7 @@ void fence_proxy_async(At) {
   const i32 thread = self().index;
   join(machine.proxy_of(thread), machine.clocks_of(thread), machine.num_agents);
   for (Mbarrier& barrier : machine.mbarriers)
-    if (machine.clocks_of(thread)[barrier.init_thread] >= barrier.init_clock)
-      barrier.async_visible = true;
+    if (knows_of(thread, barrier)) barrier.async_visible = true;
   tick(thread);  // what it does from here on is not covered
 }
 

@@ -28,13 +28,15 @@ void cp_async(u32 smem, const void* from, u32 size, u32 bytes, At at) {
   const Place place = place_of(at);
   Thread& thread = self();
   thread.touched_global = true;
-  shared.check_range(smem, size, size, "cp.async", place);
+  SharedMemory& memory = own_memory();
+  memory.check_range(smem, size, size, "cp.async", place);
   if (bytes > size) fail("bounds", format("cp.async of %u bytes reads %u", size, bytes), place);
   // The address must be good even where nothing is read.
   global.check_read(from, std::max(bytes, 1u), size, "cp.async", place);
-  shared.begin_async_write(smem, size, thread.index, /*proxy=*/false, take_ticket(), place);
-  const i64 begin = std::max(identity.time, machine.copies_busy);
-  machine.copies_busy = begin + size / cycles::kCopyBytesPerCycle;
+  memory.begin_async_write(smem, size, thread.index, /*proxy=*/false, take_ticket(), place);
+  i64& busy = own_block().copies_busy;
+  const i64 begin = std::max(identity.time, busy);
+  busy = begin + size / cycles::kCopyBytesPerCycle;
   thread.open_copies.push_back({.smem = smem,
                                 .global = static_cast<const u8*>(from),
                                 .size = size,
@@ -56,11 +58,11 @@ void cp_async_wait_group(i32 pending, At at) {
   while (static_cast<i32>(thread.committed_copies.size()) > pending) {
     for (const CopyAsync& copy : thread.committed_copies.front()) {
       end = std::max(end, copy.end);
-      u8* to = shared.data(copy.smem);
+      u8* to = own_memory().data(copy.smem);
       std::memcpy(to, copy.global, copy.bytes);
       std::memset(to + copy.bytes, 0, copy.size - copy.bytes);
-      shared.end_async_write(copy.smem, copy.size, static_cast<Agent>(thread.index),
-                             machine.clock_of(thread.index), /*generic=*/true, copy.place);
+      own_memory().end_async_write(copy.smem, copy.size, static_cast<Agent>(thread.index),
+                                   machine.clock_of(thread.index), /*generic=*/true, copy.place);
     }
     thread.committed_copies.pop_front();
   }
@@ -153,13 +155,9 @@ void load_row(const TmaCopy& copy, const i32* position, u8* row) {
   std::memcpy(row + (first - position[0]) * element, source, bytes);
 }
 
-// `smem` must be aligned: to 128 bytes for a tensor map's box, to 16 for plain bytes.
-void start_copy(u32 smem, const MapDescription& map, u32 barrier_addr, i32 rank,
-                const i32* coordinates, u32 align, Place place) {
-  Thread& thread = self();
-  const u32 bytes = box_bytes(map);
-  shared.check_range(smem, bytes, align, "TMA load", place);
-  Mbarrier& barrier = find_mbarrier(barrier_addr, "TMA load", place);
+// Into one block; how long it takes is known already.
+void start_copy_into(SharedMemory& memory, TmaCopy copy, u32 barrier_addr) {
+  Mbarrier& barrier = find_mbarrier(barrier_addr, "TMA load", copy.place);
   if (!barrier.async_visible)
     fail("proxy-fence",
          format(
@@ -167,26 +165,47 @@ void start_copy(u32 smem, const MapDescription& map, u32 barrier_addr, i32 rank,
              "the async proxy",
              barrier.name.c_str()) +
              cite("initialised at", barrier.init_at),
-         place);
+         copy.place);
+  copy.barrier = memory.mbarrier_at(barrier_addr);
+  copy.phase = barrier.phase;
+  memory.begin_async_write(copy.smem, copy.bytes, copy.thread, /*proxy=*/true, take_ticket(),
+                           copy.place);
+  ++barrier.copies;
+  machine.copies.push_back(copy);
+}
+
+// `smem` must be aligned: to 128 bytes for a tensor map's box, to 16 for plain bytes.
+void start_copy(u32 smem, const MapDescription& map, u32 barrier_addr, i32 rank,
+                const i32* coordinates, u32 align, u32 mask, Place place) {
+  const Thread& thread = self();
+  const u32 bytes = box_bytes(map);
+  own_memory().check_range(smem, bytes, align, "TMA load", place);
+  own_memory().check_range(barrier_addr, 8, 8, "TMA load", place);
   TmaCopy copy{.smem = smem,
                .bytes = bytes,
+               .words = {},
                .map = map,
                .coordinates = {},
-               .barrier = shared.mbarrier_at(barrier_addr),
-               .phase = barrier.phase,
+               .barrier = 0,
+               .phase = 0,
                .thread = thread.index,
                .place = place,
                .end = 0};
-  const i64 begin = std::max(identity.time, machine.copies_busy);
-  machine.copies_busy = begin + bytes / cycles::kCopyBytesPerCycle;
-  copy.end = machine.copies_busy + cycles::kCopyLatency;
+  std::copy(coordinates, coordinates + rank, copy.coordinates);
+  i64& busy = own_block().copies_busy;
+  const i64 begin = std::max(identity.time, busy);
+  busy = begin + bytes / cycles::kCopyBytesPerCycle;
+  copy.end = busy + cycles::kCopyLatency;
   trace::work("copy", format("%u bytes to %s", bytes, smem_name(smem).c_str()), thread.warp(),
               begin, copy.end, place);
   spend(cycles::kShared);
-  std::copy(coordinates, coordinates + rank, copy.coordinates);
-  shared.begin_async_write(smem, bytes, thread.index, /*proxy=*/true, take_ticket(), place);
-  ++barrier.copies;
-  machine.copies.push_back(copy);
+  if (mask == 0) return start_copy_into(own_memory(), copy, barrier_addr);
+  for (; mask != 0; mask &= mask - 1) {
+    const i32 to = std::countr_zero(mask);
+    require_peer(to, "a multicast TMA load", place);
+    copy.smem = smem_of_rank(smem, to);
+    start_copy_into(memories[to], copy, smem_of_rank(barrier_addr, to));
+  }
 }
 
 }  // namespace
@@ -196,7 +215,7 @@ void prefetch_map(const MapDescription& map, bool is_parameter, At at) {
 }
 
 void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier_addr, i32 rank,
-              const i32* coordinates, At at) {
+              const i32* coordinates, u32 mask, At at) {
   maybe_yield();
   const Place place = place_of(at);
   self().touched_global = true;
@@ -212,7 +231,7 @@ void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrie
         format("a load from coordinate %d, which is byte %lld of the row: must be a multiple of 16",
                coordinates[0], first_byte),
         place);
-  start_copy(smem, map, barrier_addr, rank, coordinates, 128, place);
+  start_copy(smem, map, barrier_addr, rank, coordinates, 128, mask, place);
 }
 
 void bulk_load(u32 smem, const void* from, u32 bytes, u32 barrier_addr, At at) {
@@ -227,33 +246,98 @@ void bulk_load(u32 smem, const void* from, u32 bytes, u32 barrier_addr, At at) {
   map.dims[0] = bytes;
   map.box[0] = static_cast<i32>(bytes);
   const i32 coordinates[] = {0};
-  start_copy(smem, map, barrier_addr, 1, coordinates, 16, place);
+  start_copy(smem, map, barrier_addr, 1, coordinates, 16, /*mask=*/0, place);
 }
 
-void finish_copy(std::size_t index) {
-  const TmaCopy copy = machine.copies[index];
-  machine.copies.erase(machine.copies.begin() + static_cast<std::ptrdiff_t>(index));
+void check_multicast(u32 mask, At at) {
+  if (mask == 0 || mask >> machine.cluster != 0)
+    fail("bounds",
+         format("a multicast to the ranks 0x%x in a cluster of %d blocks", mask, machine.cluster),
+         place_of(at));
+}
+
+// --- st.async
+// ---------------------------------------------------------------------------------------------
+
+void store_async(u32 smem, const u32* words, i32 count, u32 barrier_addr, At at) {
+  maybe_yield();
+  const Place place = place_of(at);
+  const u32 bytes = 4 * static_cast<u32>(count);
+  if (machine.cluster == 1)
+    fail("cluster", "st.async in a block that is no cluster of several: undefined", place);
+  for (i32 i = 0; i < count; ++i)
+    if (words[i] == kPoison) meet_poison(at);
+  SharedMemory& memory = peer_memory(smem, bytes, bytes, "st.async", place);
+  peer_memory(barrier_addr, 8, 8, "st.async", place);
+  if (smem >> kRankShift != barrier_addr >> kRankShift)
+    fail("cluster",
+         format("st.async to %s counts on an mbarrier at %s: both must be in one block",
+                smem_name(smem).c_str(), smem_name(barrier_addr).c_str()),
+         place);
+  Mbarrier& barrier = find_mbarrier(barrier_addr, "st.async", place);
+  TmaCopy copy{.smem = smem,
+               .bytes = bytes,
+               .words = {},
+               .map = {},
+               .coordinates = {},
+               .barrier = memory.mbarrier_at(barrier_addr),
+               .phase = barrier.phase,
+               .thread = self().index,
+               .place = place,
+               .end = identity.time + cycles::kPeerLatency};
+  std::copy(words, words + count, copy.words);
+  spend(cycles::kShared);
+  memory.begin_store(smem, bytes, copy.thread, place);
+  ++barrier.copies;
+  machine.copies.push_back(copy);
+}
+
+// --- the end
+// ----------------------------------------------------------------------------------------------
+
+namespace {
+
+void land_box(const TmaCopy& copy) {
+  SharedMemory& memory = memory_of(copy.smem);
+  const Mbarrier& barrier = machine.mbarriers[copy.barrier];
   const MapDescription& map = copy.map;
   const u32 row_bytes = static_cast<u32>(map.box[0] * bytes_of(map.type));
   std::vector<u8> row(row_bytes);
   i32 step[MapDescription::kMaxRank] = {};
-  shared.end_async_write(copy.smem, copy.bytes, machine.mbarriers[copy.barrier].agent,
-                         machine.mbarriers[copy.barrier].agent_clock + 1, /*generic=*/false,
-                         copy.place);
+  memory.end_async_write(copy.smem, copy.bytes, barrier.agent, barrier.agent_clock + 1,
+                         /*generic=*/false, copy.place);
   for (u32 offset = 0; offset < copy.bytes; offset += row_bytes) {
     i32 position[MapDescription::kMaxRank];
     for (i32 d = 0; d < map.rank; ++d) position[d] = copy.coordinates[d] + step[d];
     load_row(copy, position, row.data());
     for (u32 chunk = 0; chunk < row_bytes; chunk += 16) {
       const u32 to = swizzled(copy.smem + offset + chunk, map.swizzle);
-      std::memcpy(shared.data(to), row.data() + chunk, 16);
-      shared.set_tag(to, {.present = true,
+      std::memcpy(memory.data(to), row.data() + chunk, 16);
+      memory.set_tag(to, {.present = true,
                           .swizzle = map.swizzle,
                           .chunk = static_cast<u8>(chunk / 16),
                           .place = copy.place});
     }
     for (i32 d = 1; d < map.rank && ++step[d] == map.box[d]; ++d) step[d] = 0;
   }
+}
+
+void land_words(const TmaCopy& copy) {
+  SharedMemory& memory = memory_of(copy.smem);
+  const Mbarrier& barrier = machine.mbarriers[copy.barrier];
+  std::memcpy(memory.data(copy.smem), copy.words, copy.bytes);
+  memory.end_store(copy.smem, copy.bytes, barrier.agent, barrier.agent_clock + 1, copy.place);
+}
+
+}  // namespace
+
+void finish_copy(std::size_t index) {
+  const TmaCopy copy = machine.copies[index];
+  machine.copies.erase(machine.copies.begin() + static_cast<std::ptrdiff_t>(index));
+  if (copy.map.rank == 0)
+    land_words(copy);
+  else
+    land_box(copy);
   complete_bytes(copy);
 }
 

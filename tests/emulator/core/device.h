@@ -13,9 +13,10 @@ using At = std::source_location;
 
 // The thread that runs right now; thread_index() and its kin read it without a call.
 struct Identity {
-  i32 thread;
+  i32 thread;  // in its block
   i32 block;
   i32 num_blocks;
+  i32 rank;  // of its block in the cluster
   i64 time;  // cycles of the timeline, see trace.h
 };
 extern Identity identity;
@@ -64,6 +65,8 @@ enum class Meeting : u8 {
   wgmma,
   wgmma_commit,
   wgmma_wait,
+  cluster_arrive,
+  cluster_wait,
 };
 // `value` is what the lane brings, `parameter` the lane it asks for or the like; returns what the
 // lane gets.
@@ -100,10 +103,21 @@ void fence_mbarrier_init(At at);
 void fence_proxy_async(At at);
 
 void prefetch_map(const MapDescription& map, bool is_parameter, At at);
+// `mask`: ranks of the blocks that the box goes to, 0 for the own one alone.
 void tma_load(u32 smem, const MapDescription& map, bool is_parameter, u32 barrier, i32 rank,
-              const i32* coordinates, At at);
+              const i32* coordinates, u32 mask, At at);
 void bulk_load(u32 smem, const void* from, u32 bytes, u32 barrier, At at);
 void grid_dependency_wait(At at);
+
+// --- clusters
+// -------------------------------------------------------------------------------------------
+
+u32 peer_smem(u32 smem, i32 rank, At at);
+void mbarrier_arrive_peer(u32 barrier, At at);
+void check_multicast(u32 mask, At at);
+void store_async(u32 smem, const u32* words, i32 count, u32 barrier, At at);
+void cluster_arrive(bool relaxed, At at);
+void cluster_wait(At at);
 
 // --- wgmma
 // -------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// One launch from the outside: sets the machine up, runs the blocks one after another, turns faults
-// of the host program into faults of the kernel.
+// One launch from the outside: sets the machine up, runs the clusters of blocks one after another,
+// turns faults of the host program into faults of the kernel.
 #include <signal.h>
 #include <ucontext.h>
 
@@ -63,63 +63,77 @@ class Signals {
 };
 
 void report_signal() {
-  const auto* view = static_cast<const u8*>(shared.view());
+  const auto* view = static_cast<const u8*>(SharedMemory::view());
   const i64 offset = static_cast<const u8*>(fault_address) - view;
   const i32 thread = machine.current->index;
+  const i32 rank = machine.current->rank;
   machine.current = nullptr;
   if (fault_signal == SIGILL || fault_signal == SIGFPE)
     fail("trap", "undefined behaviour: the program was stopped by a trap", 0, thread);
   if (machine.stacks.guard_of(fault_address) >= 0)
     fail("stack", "the thread's stack overflows: raise kStackBytes of the emulator", 0, thread);
-  if (offset >= 0 && offset < shared.view_bytes())
+  if (offset >= 0 && offset < SharedMemory::view_bytes())
     fail("direct-access",
          format("touches shared memory at %s through a plain pointer instead of the functions of "
                 "ptx/",
-                smem_name(kSmemBase + static_cast<u32>(offset)).c_str()),
+                smem_name(smem_base(rank) + static_cast<u32>(offset)).c_str()),
          0, thread);
   fail("bounds", format("touches %p through a plain pointer", fault_address), 0, thread);
 }
 
 void run_launch(const DkLaunch& launch) {
   machine.launch = &launch;
-  machine.num_threads = launch.block;
-  machine.num_warps = launch.block / kWarp;
-  machine.num_agents = align_up(machine.num_threads + machine.num_warps + kMaxMbarriers, 16);
+  machine.cluster = launch.cluster;
+  machine.block_threads = launch.block;
+  machine.block_warps = launch.block / kWarp;
+  machine.num_threads = launch.cluster * machine.block_threads;
+  machine.num_warps = launch.cluster * machine.block_warps;
+  machine.num_agents =
+      align_up(machine.num_threads + machine.num_warps + launch.cluster * kMaxMbarriers + 1, 16);
   machine.random.state = launch.seed * 0x9e3779b97f4a7c15ull + 1;
   identity.num_blocks = launch.grid;
   forget_places();
   global.begin_launch(launch);
   if (launch.block % kWarp != 0 || launch.block < kWarp || launch.block > kMaxThreads)
     fail("launch", format("%d threads: must be a multiple of 32, at most 1024", launch.block), 0);
-  for (i32 block = 0; block < launch.grid; ++block) {
+  if (launch.cluster < 1 || machine.num_threads > kMaxClusterThreads ||
+      launch.grid % launch.cluster != 0)
+    fail("launch",
+         format("%d blocks of %d threads in clusters of %d: whole clusters are needed, of at most "
+                "%d threads",
+                launch.grid, launch.block, launch.cluster, kMaxClusterThreads),
+         0);
+  for (i32 block = 0; block < launch.grid; block += launch.cluster) {
     if (sigsetjmp(on_signal, 1) != 0) report_signal();
-    run_block(block);
+    run_cluster(block);
   }
 }
 
 }  // namespace
 
 void* dynamic_smem(u32 bytes, At at) {
-  if (bytes > shared.bytes())
-    fail("bounds", format("a struct of %u bytes in shared memory of %u", bytes, shared.bytes()),
+  const u32 room = own_memory().bytes();
+  if (bytes > room)
+    fail("bounds", format("a struct of %u bytes in shared memory of %u", bytes, room),
          place_of(at));
-  return shared.view();
+  return SharedMemory::view();
 }
 
 u32 smem_addr(const void* pointer, At at) {
-  const i64 offset = static_cast<const u8*>(pointer) - static_cast<const u8*>(shared.view());
-  if (offset < 0 || offset > shared.view_bytes())
+  const i64 offset = static_cast<const u8*>(pointer) - static_cast<const u8*>(SharedMemory::view());
+  if (offset < 0 || offset > SharedMemory::view_bytes())
     fail("bounds", format("%p does not point into shared memory", pointer), place_of(at));
-  return kSmemBase + static_cast<u32>(offset);
+  return smem_base(self().rank) + static_cast<u32>(offset);
 }
 
 void load_shared(void* to, u32 addr, u32 bytes, At at) {
   maybe_yield();
   const Place place = place_of(at);
-  shared.check_range(addr, bytes, bytes, "load", place);
-  shared.read(addr, bytes, self().index, place);
+  SharedMemory& memory = own_memory();
+  memory.check_range(addr, bytes, bytes, "load", place);
+  memory.read(addr, bytes, self().index, place);
   spend(cycles::kShared);
-  std::memcpy(to, shared.data(addr), bytes);
+  std::memcpy(to, memory.data(addr), bytes);
 }
 
 void store_shared(u32 addr, const void* from, u32 bytes, At at) {
@@ -130,10 +144,11 @@ void store_shared(u32 addr, const void* from, u32 bytes, At at) {
     std::memcpy(&word, static_cast<const u8*>(from) + i, 4);
     if (word == kPoison) meet_poison(at);
   }
-  shared.check_range(addr, bytes, bytes, "store", place);
-  shared.write(addr, bytes, self().index, place);
+  SharedMemory& memory = own_memory();
+  memory.check_range(addr, bytes, bytes, "store", place);
+  memory.write(addr, bytes, self().index, place);
   spend(cycles::kShared);
-  std::memcpy(shared.data(addr), from, bytes);
+  std::memcpy(memory.data(addr), from, bytes);
 }
 
 }  // namespace deep_kernels::emulator

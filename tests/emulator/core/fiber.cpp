@@ -17,7 +17,7 @@
 namespace deep_kernels::emulator {
 
 namespace {
-constexpr int kMaxStacks = 1025;
+constexpr int kMaxStacks = 2049;
 constexpr std::size_t kGuard = 64 * 1024;  // more than a frame is likely to skip
 constexpr std::size_t kPitch = kStackBytes + kGuard;
 }  // namespace

@@ -1,4 +1,4 @@
-// Threads of the emulated block as fibers of one host thread: stacks and the switch between them.
+// Threads of the emulated blocks as fibers of one host thread: stacks and the switch between them.
 #pragma once
 
 #include <cstddef>

@@ -11,16 +11,17 @@ void ldmatrix(u32* fragment, i32 count, u32 addr, At at) {
 }
 
 void run_ldmatrix(Warp& warp, i32 first_thread, i32 count, Place at) {
+  SharedMemory& memory = own_memory();
   for (i32 matrix = 0; matrix < count; ++matrix) {
     for (i32 row = 0; row < 8; ++row) {
       const i32 giver = 8 * matrix + row;
       const u32 addr = reinterpret_cast<const LdmatrixOperands*>(warp.value[giver])->addr;
-      shared.check_range(addr, 16, 16, "ldmatrix", at);
-      shared.read(addr, 16, first_thread + giver, at);
+      memory.check_range(addr, 16, 16, "ldmatrix", at);
+      memory.read(addr, 16, first_thread + giver, at);
       for (i32 lane = 0; lane < 4; ++lane) {
         const auto* operands =
             reinterpret_cast<const LdmatrixOperands*>(warp.value[4 * row + lane]);
-        std::memcpy(&operands->fragment[matrix], shared.data(addr + 4 * lane), 4);
+        std::memcpy(&operands->fragment[matrix], memory.data(addr + 4 * lane), 4);
       }
     }
   }
@@ -77,19 +78,19 @@ void set_registers(i32 index, i32 registers, bool up, Place at) {
   if (up ? registers < warp.registers : registers > warp.registers)
     fail("registers",
          format("setmaxnreg.%s to %d from %d", up ? "inc" : "dec", registers, warp.registers), at);
-  for (i32 w = index / kWarpgroupWarps * kWarpgroupWarps;
-       w < min_of(machine.num_warps, (index / kWarpgroupWarps + 1) * kWarpgroupWarps); ++w) {
+  for (i32 w = machine.warpgroup_begin(index); w < machine.warpgroup_end(index); ++w) {
     const Warp& other = machine.warps[w];
     if (other.registers_at != 0 && warp.registers_at == 0 && other.registers_at != at)
       fail("registers",
-           format("setmaxnreg of warp %d is not the one of warp %d of its warpgroup", index, w) +
+           format("setmaxnreg of warp %d is not the one of warp %d of its warpgroup",
+                  index % machine.block_warps, w % machine.block_warps) +
                cite("that is at", other.registers_at),
            at);
   }
   warp.registers_at = at;
   warp.needs_registers = up;
   if (up) return;
-  machine.free_registers += (warp.registers - registers) * kWarp;
+  machine.block_of(index).free_registers += (warp.registers - registers) * kWarp;
   warp.registers = registers;
   for (Thread& thread : machine.threads)
     if (thread.waits == Wait::registers) wake(thread.index);
@@ -101,8 +102,8 @@ void set_max_registers(i32 registers, bool up, At at) {
   Warp& warp = machine.warps[self().warp()];
   while (warp.needs_registers) {
     const i32 wanted = (registers - warp.registers) * kWarp;
-    if (wanted <= machine.free_registers) {
-      machine.free_registers -= wanted;
+    if (wanted <= own_block().free_registers) {
+      own_block().free_registers -= wanted;
       warp.registers = registers;
       warp.needs_registers = false;
     } else {

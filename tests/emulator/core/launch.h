@@ -24,6 +24,7 @@ struct DkLaunch {
   const struct DkTensor* tensors;
   int num_tensors;
   int grid;
+  int cluster;  // blocks that run together
   int block;
   int smem_bytes;
   unsigned long long seed;  // 0: one fixed order, copies as late as they may be

@@ -1,4 +1,5 @@
-// The state of one launch: threads, warps, memories and what is on its way between them.
+// The state of one launch: threads, warps, memories and what is on its way between them. The blocks
+// of a cluster run together: threads and warps are numbered through all of them, block by block.
 #pragma once
 
 #include <bit>
@@ -14,8 +15,9 @@
 namespace deep_kernels::emulator {
 
 inline constexpr i32 kWarp = 32;
-inline constexpr i32 kMaxThreads = 1024;
-inline constexpr i32 kMaxMbarriers = 64;
+inline constexpr i32 kMaxThreads = 1024;         // of a block
+inline constexpr i32 kMaxClusterThreads = 2048;  // one bit per warp in 64
+inline constexpr i32 kMaxMbarriers = 64;         // of a block
 inline constexpr i32 kWarpgroupWarps = 4;
 
 // A place in the kernel's text, interned per launch; 0 is nowhere.
@@ -28,7 +30,7 @@ using Agent = u16;
 inline constexpr Agent kNobody = 0xffff;
 
 // What a thread waits for, as the report of a deadlock words it.
-enum class Wait : u8 { nothing, meeting, barrier, mbarrier, wgmma, registers };
+enum class Wait : u8 { nothing, meeting, barrier, mbarrier, wgmma, registers, cluster };
 
 struct CopyAsync {
   u32 smem;
@@ -42,6 +44,7 @@ struct CopyAsync {
 struct Thread {
   Stopped stopped = nullptr;
   i32 index = 0;
+  i32 rank = 0;  // of its block
   const char* role = "";
   bool exited = false;
   Wait waits = Wait::nothing;
@@ -77,6 +80,9 @@ struct Warp {
   bool fenced = false;
   i32 registers = 0;
   Place registers_at = 0;
+  u32 cluster_arrivals = 0;  // at the cluster's barrier
+  u32 cluster_waits = 0;
+  Place cluster_at = 0;
 };
 
 struct NamedBarrier {
@@ -84,6 +90,13 @@ struct NamedBarrier {
   i32 arrived = 0;
   std::vector<i32> warps;
   Place place = 0;
+};
+
+// The barrier of all threads of a cluster. What arrives relaxed brings no knowledge along.
+struct ClusterBarrier {
+  u32 phase = 0;
+  std::vector<u32> pending_clocks, done_clocks, pending_proxy, done_proxy;
+  i64 pending_time = 0, done_time = 0;
 };
 
 struct Mbarrier {
@@ -97,7 +110,10 @@ struct Mbarrier {
   i32 init_thread = 0;
   u32 init_clock = 0;
   bool async_visible = false;
-  i32 copies = 0;  // in flight
+  bool released = false;  // to the cluster, by fence.mbarrier_init
+  u32 cluster_phase = 0;  // the cluster barrier's from which on all blocks know of it; 0: none
+  u32 peer_clock = 0;     // the agent's at the end of the last copy from another block
+  i32 copies = 0;         // in flight
   Agent agent = 0;
   u32 agent_clock = 0;
   std::vector<u32> pending_clocks, done_clocks, pending_proxy, done_proxy;
@@ -106,9 +122,11 @@ struct Mbarrier {
   i64 pending_time = 0, done_time = 0;
 };
 
+// By TMA into one block, or by st.async.
 struct TmaCopy {
   u32 smem;
   u32 bytes;
+  u32 words[4];  // of st.async, which has no map: its rank is 0
   MapDescription map;
   i32 coordinates[MapDescription::kMaxRank];
   i32 barrier;  // index
@@ -138,6 +156,21 @@ struct Warpgroup {
   i64 end() const { return first + static_cast<i64>(operations.size()); }
 };
 
+// The last arrival of a thread at an mbarrier of another block.
+struct Touch {
+  u32 clock = 0;  // of the thread; 0: none
+  u32 cluster_arrivals = 0;
+  Place place = 0;
+};
+
+struct Block {
+  NamedBarrier barriers[16];
+  i32 free_registers = 0;
+  i32 running = 0;                             // threads that have not ended
+  i64 copies_busy = 0, tensor_cores_busy = 0;  // until when, in cycles of the timeline
+  std::vector<Touch> touches;                  // by thread of the cluster; empty without peers
+};
+
 struct Random {
   u64 state = 1;
   u32 next() {
@@ -151,15 +184,17 @@ struct Random {
 
 struct Machine {
   const DkLaunch* launch = nullptr;
-  i32 num_threads = 0, num_warps = 0;
+  i32 cluster = 1;  // blocks that run together
+  i32 first_block = 0;
+  i32 block_threads = 0, block_warps = 0;
+  i32 num_threads = 0, num_warps = 0;  // of all blocks
+  std::vector<Block> blocks;
+  ClusterBarrier cluster_barrier;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
-  std::vector<Warpgroup> warpgroups;
-  NamedBarrier barriers[16];
+  std::vector<Warpgroup> warpgroups;  // at the index of the first warp
   std::vector<Mbarrier> mbarriers;
-  std::vector<TmaCopy> copies;
-  i32 free_registers = 0;
-  i64 copies_busy = 0, tensor_cores_busy = 0;  // until when, in cycles of the timeline
+  std::deque<TmaCopy> copies;
   bool proxy_used = false;  // a proxy fence was met: its clocks are kept from now on
   Random random;
   Stacks stacks;
@@ -178,10 +213,25 @@ struct Machine {
   }
   u32 clock_of(i32 thread) { return clocks_of(thread)[thread]; }
   Agent wgmma_agent(i32 warp) const { return static_cast<Agent>(num_threads + warp); }
+  // Its clock counts the phases of the cluster's barrier.
+  Agent cluster_agent() const { return static_cast<Agent>(num_agents - 1); }
+
+  i32 rank_of(i32 warp) const { return cluster == 1 ? 0 : warp / block_warps; }
+  Block& block_of(i32 warp) { return blocks[rank_of(warp)]; }
+  // The warps [begin, end) of a warp's warpgroup; the last one of a block may lack some.
+  i32 warpgroup_begin(i32 warp) const {
+    const i32 first = rank_of(warp) * block_warps;
+    return first + (warp - first) / kWarpgroupWarps * kWarpgroupWarps;
+  }
+  i32 warpgroup_end(i32 warp) const {
+    return min_of(warpgroup_begin(warp) + kWarpgroupWarps, (rank_of(warp) + 1) * block_warps);
+  }
+  Warpgroup& warpgroup_of(i32 warp) { return warpgroups[warpgroup_begin(warp)]; }
 };
 extern Machine machine;
 
 inline Thread& self() { return *machine.current; }
+inline Block& own_block() { return machine.blocks[self().rank]; }
 
 void join(u32* into, const u32* from, i32 count);
 // This thread's work so far becomes something that others can come to know.
@@ -191,8 +241,8 @@ void join_all(const std::vector<i32>& warps);
 
 // --- scheduler.cpp
 
-// Runs one block of threads to its end.
-void run_block(i32 block);
+// Runs the blocks of one cluster, from this one on, to their end.
+void run_cluster(i32 first_block);
 // Stops the current thread until it is woken; the caller tests its condition again.
 void wait_for(Wait what, Place at);
 void wake(i32 thread);
@@ -202,9 +252,22 @@ void maybe_yield();
 // --- barriers.cpp
 
 void enter_barrier(Warp& warp, i32 index, u32 id, u32 num_threads, Place at);
+// At an address of the cluster's shared memory that was checked.
 Mbarrier& find_mbarrier(u32 addr, const char* use, Place at);
 void complete_bytes(const TmaCopy& copy);
 bool phase_done(const Mbarrier& barrier, u32 parity);
+
+// --- cluster.cpp
+
+// Before the current thread does something to the shared memory of the block of this rank: refuses
+// what may come before the block has started or after it has ended.
+void require_peer(i32 rank, const char* use, Place at);
+// A warp, whose lanes meet, arrives at the cluster's barrier, or may wait for it.
+void enter_cluster_barrier(i32 warp, bool relaxed, Place at);
+void leave_cluster_barrier(i32 warp, Place at);
+// A thread has ended: it counts as arrived, and its block may have ended with it.
+void leave_cluster(i32 thread);
+std::string describe_cluster_barrier();
 
 // --- copies.cpp
 

@@ -117,10 +117,17 @@ void forget_places() {
   have_fault = false;
 }
 
+std::string block_name(i32 rank) {
+  const i32 block = machine.first_block + rank;
+  return machine.cluster == 1 ? format("block %d", block)
+                              : format("block %d (rank %d)", block, rank);
+}
+
 std::string thread_name(i32 thread) {
   const char* role = machine.threads[thread].role;
-  return format("block %d, warp %d%s%s%s, lane %d", identity.block, thread / kWarp,
-                *role != '\0' ? " (" : "", role, *role != '\0' ? ")" : "", thread % kWarp);
+  return format("%s, warp %d%s%s%s, lane %d", block_name(machine.threads[thread].rank).c_str(),
+                thread / kWarp % machine.block_warps, *role != '\0' ? " (" : "", role,
+                *role != '\0' ? ")" : "", thread % kWarp);
 }
 
 std::string agent_name(Agent agent) {
@@ -128,14 +135,19 @@ std::string agent_name(Agent agent) {
   if (agent < machine.num_threads + machine.num_warps) {
     const i32 warp = agent - machine.num_threads;
     const char* role = machine.threads[warp * kWarp].role;
-    return format("the wgmma of warp %d%s%s%s", warp, *role != '\0' ? " (" : "", role,
-                  *role != '\0' ? ")" : "");
+    const std::string name = format("the wgmma of warp %d%s%s%s", warp % machine.block_warps,
+                                    *role != '\0' ? " (" : "", role, *role != '\0' ? ")" : "");
+    return machine.cluster == 1 ? name : name + " of " + block_name(machine.rank_of(warp));
   }
   const Mbarrier& barrier = machine.mbarriers[agent - machine.num_threads - machine.num_warps];
   return format("a copy counted by mbarrier %s", barrier.name.c_str());
 }
 
-std::string smem_name(u32 addr) { return format("smem+0x%x", addr - kSmemBase); }
+std::string smem_name(u32 addr) {
+  const auto rank = static_cast<i32>(addr >> kRankShift);
+  const std::string name = format("smem+0x%x", addr - smem_base(rank));
+  return machine.cluster == 1 ? name : name + format(" of rank %d", rank);
+}
 
 std::string cite(const char* what, Place place) {
   if (place == 0) return "";

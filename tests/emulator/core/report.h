@@ -24,11 +24,13 @@ std::string place_name(Place place);
 std::string place_line(Place place);
 void forget_places();
 
+// "block 2", in a cluster "block 2 (rank 0)".
+std::string block_name(i32 rank);
 // "block 2, warp 17 (scheduler), lane 0".
 std::string thread_name(i32 thread);
 // A thread, or what works for one.
 std::string agent_name(Agent agent);
-// "smem+0x1840", with the name of the mbarrier that lies there.
+// "smem+0x1840", in a cluster "smem+0x1840 of rank 0".
 std::string smem_name(u32 addr);
 // "  <what>: <place>" and the line under it.
 std::string cite(const char* what, Place place);

@@ -13,7 +13,7 @@ Identity identity;
 namespace {
 
 // Warps of which some lane can run.
-u32 ready_warps = 0;
+u64 ready_warps = 0;
 i32 last_warp = 0;
 
 void thread_main() {
@@ -37,20 +37,23 @@ void thread_main() {
   thread.exited = true;
   trace::exit(thread);
   machine.warps[thread.warp()].ready &= ~(1u << thread.lane());
+  leave_cluster(thread.index);
   switch_fiber(&thread.stopped, machine.scheduler);
   __builtin_unreachable();
 }
 
 void run_thread(Thread& thread) {
   machine.current = &thread;
-  identity.thread = thread.index;
+  identity.thread = thread.index - thread.rank * machine.block_threads;
+  identity.block = machine.first_block + thread.rank;
+  identity.rank = thread.rank;
   identity.time = thread.time;
   switch_fiber(&machine.scheduler, thread.stopped);
   machine.current = nullptr;
   if (failed()) throw Stop{};
 }
 
-i32 lowest_bit(u32 mask) { return std::countr_zero(mask); }
+i32 lowest_bit(u64 mask) { return std::countr_zero(mask); }
 
 // Lanes that can run, each until it stops; in the lanes' order, or from a random lane on.
 void run_warp(i32 index) {
@@ -62,16 +65,16 @@ void run_warp(i32 index) {
     lanes &= lanes - 1;
     run_thread(machine.threads[index * kWarp + lane]);
   }
-  if (warp.ready == 0) ready_warps &= ~(1u << index);
+  if (warp.ready == 0) ready_warps &= ~(u64{1} << index);
 }
 
 i32 choose_warp() {
   if (machine.launch->seed == 0) {
-    const u32 behind = last_warp == 31 ? 0 : ready_warps & (~0u << (last_warp + 1));
+    const u64 behind = last_warp == 63 ? 0 : ready_warps & (~u64{0} << (last_warp + 1));
     return last_warp = lowest_bit(behind != 0 ? behind : ready_warps);
   }
   u32 skip = machine.random.below(static_cast<u32>(std::popcount(ready_warps)));
-  u32 mask = ready_warps;
+  u64 mask = ready_warps;
   for (; skip > 0; --skip) mask &= mask - 1;
   return lowest_bit(mask);
 }
@@ -89,7 +92,7 @@ std::string describe_wait(const Thread& thread) {
       return format("in a converged operation, for the lanes %08x of its warp", ~warp.arrived);
     case Wait::barrier: {
       for (i32 id = 0; id < 16; ++id) {
-        const NamedBarrier& barrier = machine.barriers[id];
+        const NamedBarrier& barrier = machine.block_of(thread.warp()).barriers[id];
         if (std::find(barrier.warps.begin(), barrier.warps.end(), thread.warp()) !=
             barrier.warps.end())
           return format("at barrier %d: %d of %d threads are there", id, barrier.arrived,
@@ -103,14 +106,19 @@ std::string describe_wait(const Thread& thread) {
           format("for mbarrier %s, parity %u; it is in phase %llu with %u of %u arrivals",
                  barrier.name.c_str(), thread.wait_parity, barrier.phase,
                  barrier.arrivals - barrier.pending, barrier.arrivals);
-      if (barrier.bytes != 0)
+      if (barrier.bytes < 0)
+        text += format(", %lld bytes more have come than are expected", -barrier.bytes);
+      if (barrier.bytes > 0)
         text += format(", %lld bytes are expected and no copy is on its way", barrier.bytes);
       return text;
     }
     case Wait::wgmma:
       return "for wgmma that other warps of its warpgroup have not issued";
     case Wait::registers:
-      return format("for registers: the block has %d free", machine.free_registers);
+      return format("for registers: the block has %d free",
+                    machine.block_of(thread.warp()).free_registers);
+    case Wait::cluster:
+      return describe_cluster_barrier();
     case Wait::nothing:
       break;
   }
@@ -119,14 +127,21 @@ std::string describe_wait(const Thread& thread) {
 
 // Who waits for what; warps that wait alike share a line, and so do the lanes of a warp.
 [[noreturn]] void report_deadlock() {
-  std::vector<std::pair<std::string, std::vector<i32>>> rows;
+  struct Row {
+    i32 rank;
+    std::string text;
+    std::vector<i32> warps;  // of the block
+  };
+  std::vector<Row> rows;
   const auto add = [&](i32 warp, const std::string& text) {
-    for (auto& [known, warps] : rows) {
-      if (known != text) continue;
-      warps.push_back(warp);
+    const i32 rank = machine.rank_of(warp);
+    const i32 in_block = warp - rank * machine.block_warps;
+    for (Row& row : rows) {
+      if (row.rank != rank || row.text != text) continue;
+      row.warps.push_back(in_block);
       return;
     }
-    rows.push_back({text, {warp}});
+    rows.push_back({rank, text, {in_block}});
   };
   for (i32 w = 0; w < machine.num_warps; ++w) {
     std::map<std::pair<Place, i32>, u32> groups;
@@ -148,7 +163,7 @@ std::string describe_wait(const Thread& thread) {
                     lane_mask_text(exited).c_str()));
   }
   std::string table;
-  for (const auto& [text, warps] : rows) {
+  for (const auto& [rank, text, warps] : rows) {
     std::string names;
     for (std::size_t i = 0; i < warps.size(); ++i) {
       std::size_t last = i;
@@ -157,14 +172,19 @@ std::string describe_wait(const Thread& thread) {
       if (last > i) names += format("-%d", warps[last]);
       i = last;
     }
-    table += format("\n  %-6s %-8s %s", warps.size() > 1 ? "warps" : "warp", names.c_str(),
-                    text.c_str());
+    if (machine.cluster > 1) table += format("\n  %s,", block_name(rank).c_str());
+    table += format(machine.cluster > 1 ? " %s %-8s %s" : "\n  %-6s %-8s %s",
+                    warps.size() > 1 ? "warps" : "warp", names.c_str(), text.c_str());
   }
   fail("deadlock",
-       format("block %d: all threads wait and nothing is on its way", identity.block) + table, 0);
+       (machine.cluster == 1 ? block_name(0)
+                             : format("blocks %d to %d, a cluster", machine.first_block,
+                                      machine.first_block + machine.cluster - 1)) +
+           ": all threads wait and nothing is on its way" + table,
+       0);
 }
 
-void check_end_of_block() {
+void check_end_of_cluster() {
   for (const Mbarrier& barrier : machine.mbarriers)
     if (barrier.bytes != 0)
       fail("exit",
@@ -177,16 +197,31 @@ void check_end_of_block() {
     if (warp.completed < warp.issued)
       fail("exit",
            "the warp ends and has not waited for its wgmma" +
-               cite("issued at",
-                    machine.warpgroups[w / kWarpgroupWarps].operation(warp.completed).place),
+               cite("issued at", machine.warpgroup_of(w).operation(warp.completed).place),
            0, w * kWarp);
-    const Warp& first = machine.warps[w / kWarpgroupWarps * kWarpgroupWarps];
+    const Warp& first = machine.warps[machine.warpgroup_begin(w)];
     if (warp.registers_at != first.registers_at)
       fail("registers",
            "setmaxnreg was not executed by all warps of a warpgroup" +
                cite("the first warp's at", first.registers_at) +
                cite("this warp's at", warp.registers_at),
            0, w * kWarp);
+  }
+}
+
+// All blocks of the cluster as they are before their first thread runs.
+void begin_blocks() {
+  memories.resize(machine.cluster);
+  machine.blocks.assign(machine.cluster, Block{});
+  machine.cluster_barrier = {};
+  for (auto* clocks :
+       {&machine.cluster_barrier.pending_clocks, &machine.cluster_barrier.done_clocks,
+        &machine.cluster_barrier.pending_proxy, &machine.cluster_barrier.done_proxy})
+    clocks->assign(machine.num_agents, 0);
+  for (i32 rank = 0; rank < machine.cluster; ++rank) {
+    memories[rank].begin_block(rank, static_cast<u32>(machine.launch->smem_bytes));
+    machine.blocks[rank].running = machine.block_threads;
+    if (machine.cluster > 1) machine.blocks[rank].touches.resize(machine.num_threads);
   }
 }
 
@@ -235,7 +270,7 @@ void wait_for(Wait what, Place at) {
 
 void wake(i32 thread) {
   machine.warps[thread / kWarp].ready |= 1u << (thread % kWarp);
-  ready_warps |= 1u << (thread / kWarp);
+  ready_warps |= u64{1} << (thread / kWarp);
 }
 
 void maybe_yield() {
@@ -244,34 +279,32 @@ void maybe_yield() {
   switch_fiber(&self().stopped, machine.scheduler);
 }
 
-void run_block(i32 block) {
-  identity.block = block;
+void run_cluster(i32 first_block) {
+  machine.first_block = first_block;
   const std::size_t clocks = static_cast<std::size_t>(machine.num_threads) * machine.num_agents;
   machine.clocks.assign(clocks, 0);
   machine.proxy_clocks.assign(clocks, 0);
   machine.proxy_used = false;
   machine.warps.assign(machine.num_warps, Warp{});
-  machine.warpgroups.assign(ceil_div(machine.num_warps, kWarpgroupWarps), Warpgroup{});
+  machine.warpgroups.assign(machine.num_warps, Warpgroup{});
   machine.threads.assign(machine.num_threads, Thread{});
-  std::fill(std::begin(machine.barriers), std::end(machine.barriers), NamedBarrier{});
   machine.mbarriers.clear();
-  machine.mbarriers.reserve(kMaxMbarriers);
+  machine.mbarriers.reserve(machine.cluster * kMaxMbarriers);
   machine.copies.clear();
-  machine.free_registers = 0;
-  machine.copies_busy = machine.tensor_cores_busy = 0;
-  shared.begin_block(static_cast<u32>(machine.launch->smem_bytes));
+  begin_blocks();
   // What __launch_bounds__(threads, 1) leaves each thread, in units of 8.
-  const i32 registers = min_of(255, 65536 / machine.num_threads) / 8 * 8;
+  const i32 registers = min_of(255, 65536 / machine.block_threads) / 8 * 8;
   ready_warps = 0;
-  last_warp = 31;
+  last_warp = 63;
   for (i32 i = 0; i < machine.num_threads; ++i) {
     machine.threads[i].index = i;
+    machine.threads[i].rank = i / machine.block_threads;
     machine.threads[i].stopped = make_fiber(machine.stacks.stack(i), thread_main);
     machine.clocks_of(i)[i] = 1;
     wake(i);
   }
   for (Warp& warp : machine.warps) warp.registers = registers;
-  trace::begin_block(block);
+  trace::begin_cluster();
   for (;;) {
     const bool seeded = machine.launch->seed != 0;
     const auto copies = static_cast<u32>(machine.copies.size());
@@ -285,7 +318,7 @@ void run_block(i32 block) {
   }
   for (const Thread& thread : machine.threads)
     if (!thread.exited) report_deadlock();
-  check_end_of_block();
+  check_end_of_cluster();
 }
 
 // --- what ptx/ calls
@@ -305,10 +338,10 @@ namespace {
 
 const char* meeting_name(Meeting what) {
   constexpr const char* names[] = {
-      "sync_warp",   "shuffle",    "shuffle_xor",        "shuffle_up",
-      "any",         "reduce_add", "reduce_min",         "reduce_max",
-      "ldmatrix",    "mma",        "barrier_sync",       "set_max_registers",
-      "wgmma_fence", "wgmma",      "wgmma_commit_group", "wgmma_wait_group"};
+      "sync_warp",        "shuffle",           "shuffle_xor", "shuffle_up", "any",
+      "reduce_add",       "reduce_min",        "reduce_max",  "ldmatrix",   "mma",
+      "barrier_sync",     "set_max_registers", "wgmma_fence", "wgmma",      "wgmma_commit_group",
+      "wgmma_wait_group", "cluster_arrive",    "cluster_wait"};
   return names[static_cast<u8>(what)];
 }
 
@@ -404,6 +437,12 @@ void hold_meeting(i32 index, Place at) {
       give_all(static_cast<u64>(groups > keep ? warp.group_ends[groups - 1 - keep] : 0));
       break;
     }
+    case Meeting::cluster_arrive:
+      enter_cluster_barrier(index, warp.value[0] != 0, at);
+      break;
+    case Meeting::cluster_wait:
+      leave_cluster_barrier(index, at);
+      break;
   }
 }
 

@@ -6,8 +6,15 @@
 
 namespace deep_kernels::emulator {
 
-// Shared addresses begin here, as they do on a card, where the system keeps the first KiB.
+// Shared addresses of a block begin here, as they do on a card, where the system keeps the first
+// KiB. The rank of the block in its cluster stands in the bits from 24 on.
 inline constexpr u32 kSmemBase = 1024;
+inline constexpr u32 kRankShift = 24;
+inline u32 smem_base(i32 rank) { return (static_cast<u32>(rank) << kRankShift) + kSmemBase; }
+// The same place in the block of another rank.
+inline u32 smem_of_rank(u32 addr, i32 rank) {
+  return (addr & ((1u << kRankShift) - 1)) | static_cast<u32>(rank) << kRankShift;
+}
 
 struct Cell {
   u32 write_clock = 0;
@@ -33,12 +40,12 @@ struct Tag {
 
 class SharedMemory {
  public:
-  void begin_block(u32 bytes);
+  void begin_block(i32 rank, u32 bytes);
   // An address range that faults when touched: kernels only do arithmetic on it.
-  void* view();
-  u32 view_bytes() const { return kViewBytes; }
+  static void* view();
+  static u32 view_bytes() { return kViewBytes; }
   u32 bytes() const { return bytes_; }
-  u8* data(u32 addr) { return data_.data() + (addr - kSmemBase); }
+  u8* data(u32 addr) { return data_.data() + (addr - base_); }
 
   // Refuses what lies outside or is not aligned.
   void check_range(u32 addr, u32 bytes, u32 align, const char* use, Place at);
@@ -51,23 +58,27 @@ class SharedMemory {
   void begin_async_write(u32 addr, u32 bytes, i32 thread, bool proxy, i32 ticket, Place at);
   void end_async_write(u32 addr, u32 bytes, Agent agent, u32 clock, bool generic, Place at);
 
+  // The same for st.async, which writes 4 to 16 bytes and is no copy of the async proxy.
+  void begin_store(u32 addr, u32 bytes, i32 thread, Place at);
+  void end_store(u32 addr, u32 bytes, Agent agent, u32 clock, Place at);
+
   // 32 bytes that a warp's wgmma reads from now on until end_async_read.
   void begin_async_read(u32 addr, i32 warp, u32 clock, Place at);
   void end_async_read(u32 addr, i32 warp);
 
-  void set_tag(u32 addr, Tag tag) { tags_[(addr - kSmemBase) / 16] = tag; }
-  Tag tag(u32 addr) const { return tags_[(addr - kSmemBase) / 16]; }
+  void set_tag(u32 addr, Tag tag) { tags_[(addr - base_) / 16] = tag; }
+  Tag tag(u32 addr) const { return tags_[(addr - base_) / 16]; }
 
   void mark_mbarrier(u32 addr, i32 index) {
-    mbarriers_[(addr - kSmemBase) / 8] = static_cast<i16>(index);
+    mbarriers_[(addr - base_) / 8] = static_cast<i16>(index);
   }
-  i32 mbarrier_at(u32 addr) const { return mbarriers_[(addr - kSmemBase) / 8]; }
+  i32 mbarrier_at(u32 addr) const { return mbarriers_[(addr - base_) / 8]; }
 
  private:
   using i16 = short;
   static constexpr u32 kViewBytes = 1u << 20;
 
-  u32 first_cell(u32 addr) const { return (addr - kSmemBase) / 4; }
+  u32 first_cell(u32 addr) const { return (addr - base_) / 4; }
   void check_write(u32 addr, u32 bytes, i32 thread, bool async, const char* what, Place at);
   void note_read(Cell& cell, i32 thread, u8 mask, Place at);
   void forget_readers(Cell& cell);
@@ -76,20 +87,33 @@ class SharedMemory {
   [[noreturn]] void still_reading(u32 addr, i32 warp, const char* what, Place at);
   void check_pending(u32 addr, u32 bytes, const char* what, Place at);
 
-  void* view_ = nullptr;
+  // What ends with a write that somebody else has made.
+  void note_async_write(u32 addr, u32 bytes, Agent agent, u32 clock, bool generic, Place at);
+
+  u32 base_ = kSmemBase;
+  i32 rank_ = 0;
+  i32 first_warp_ = 0;  // of the block
   u32 bytes_ = 0;
   std::vector<u8> data_;
   std::vector<Cell> cells_;
   std::vector<i32> pending_;  // per 16 bytes: ticket of the write in flight, or 0
   std::vector<Place> pending_at_;
-  std::vector<u32> read_clock_;  // per warp and 32 bytes: the last wgmma that read them
-  std::vector<Place> read_at_;   // per 32 bytes
-  std::vector<u8> in_flight_;    // per warp and 32 bytes: reads not waited for
+  i32 stores_in_flight_ = 0;
+  std::vector<Place> storing_at_;  // per cell: where the store in flight was made, or 0
+  std::vector<u32> read_clock_;    // per warp and 32 bytes: the last wgmma that read them
+  std::vector<Place> read_at_;     // per 32 bytes
+  std::vector<u8> in_flight_;      // per warp and 32 bytes: reads not waited for
   std::vector<Tag> tags_;
   std::vector<i16> mbarriers_;  // per 8 bytes: index, or -1
   std::vector<std::vector<u32>> reader_lists_;
   std::vector<i32> free_lists_;
 };
-extern SharedMemory shared;
+// By rank.
+extern std::vector<SharedMemory> memories;
+inline SharedMemory& own_memory() { return memories[self().rank]; }
+// Of an address that is good.
+inline SharedMemory& memory_of(u32 addr) { return memories[addr >> kRankShift]; }
+// Of an address in any block of the cluster, which has to be there: see require_peer().
+SharedMemory& peer_memory(u32 addr, u32 bytes, u32 align, const char* use, Place at);
 
 }  // namespace deep_kernels::emulator

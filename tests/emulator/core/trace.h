@@ -18,6 +18,7 @@ inline constexpr i64 kMeeting = 8;
 inline constexpr i64 kMma = 32;
 inline constexpr i64 kBarrier = 20;
 inline constexpr i64 kCopyLatency = 700;
+inline constexpr i64 kPeerLatency = 200;  // to the shared memory of another block
 inline constexpr i64 kCopyBytesPerCycle = 64;
 inline constexpr i64 kMacsPerCycle = 4096;  // e4m3, all four tensor cores of an SM
 }  // namespace cycles
@@ -31,7 +32,7 @@ void open(const char* file);
 void close();
 bool on();
 
-void begin_block(i32 block);
+void begin_cluster();
 void role(const Thread& thread);
 void exit(const Thread& thread);
 // The current thread waits from now until `end`; `phase` is -1 where there is none. With

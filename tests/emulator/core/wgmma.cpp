@@ -42,13 +42,19 @@ Layout decode(u64 descriptor, const char* operand, Place at) {
   constexpr Swizzle swizzles[] = {Swizzle::none, Swizzle::b128, Swizzle::b64, Swizzle::b32};
   constexpr u32 spans[] = {0, 128, 64, 32};
   const auto mode = static_cast<u32>(descriptor >> 62);
-  const Layout layout{.start = static_cast<u32>(descriptor & 0x3fff) << 4,
-                      .leading = static_cast<u32>(descriptor >> 16 & 0x3fff) << 4,
-                      .stride = static_cast<u32>(descriptor >> 32 & 0x3fff) << 4,
-                      .span = spans[mode],
-                      .swizzle = swizzles[mode]};
+  const Layout layout{
+      .start = smem_of_rank(static_cast<u32>(descriptor & 0x3fff) << 4, self().rank),
+      .leading = static_cast<u32>(descriptor >> 16 & 0x3fff) << 4,
+      .stride = static_cast<u32>(descriptor >> 32 & 0x3fff) << 4,
+      .span = spans[mode],
+      .swizzle = swizzles[mode]};
   if ((descriptor >> 49 & 7) != 0) refuse("a base offset is not supported by the emulator");
   if (layout.span == 0) return layout;
+  if (layout.leading > 16)
+    refuse(
+        format("a leading offset of %u bytes: with a swizzle it is not used and 0 or 1 unit; was "
+               "the rank in the address not masked?",
+               layout.leading));
   const u32 repeat = 8 * layout.span;
   const u32 column = layout.start % layout.span;
   if (layout.start % repeat >= layout.span)
@@ -79,8 +85,8 @@ void check_layout(const Layout& layout, i32 first_row, i32 num_rows, const char*
   for (i32 row = first_row; row < first_row + num_rows; ++row) {
     for (i32 chunk = 0; chunk < 2; ++chunk) {
       const u32 addr = layout.address(row, chunk);
-      shared.check_range(addr, 16, 16, "wgmma", at);
-      const Tag tag = shared.tag(addr);
+      own_memory().check_range(addr, 16, 16, "wgmma", at);
+      const Tag tag = own_memory().tag(addr);
       if (!tag.present) continue;
       const u32 wanted = layout.span == 0 ? 0 : layout.start % layout.span / 16 + chunk;
       constexpr const char* names[] = {"no", "32-byte", "64-byte", "128-byte"};
@@ -102,8 +108,6 @@ void check_layout(const Layout& layout, i32 first_row, i32 num_rows, const char*
     }
   }
 }
-
-Warpgroup& group_of(i32 warp) { return machine.warpgroups[warp / kWarpgroupWarps]; }
 
 const WgmmaOperands& operands_of(const Warp& warp, i32 lane) {
   return *reinterpret_cast<const WgmmaOperands*>(warp.value[lane]);
@@ -130,7 +134,8 @@ void require_same(const Wgmma& operation, const WgmmaOperands& mine, i64 previou
 void read_operand(const Layout& layout, i32 rows, u8* to) {
   for (i32 row = 0; row < rows; ++row)
     for (i32 chunk = 0; chunk < 2; ++chunk)
-      std::memcpy(to + row * kStepBytes + chunk * 16, shared.data(layout.address(row, chunk)), 16);
+      std::memcpy(to + row * kStepBytes + chunk * 16,
+                  memory_of(layout.start).data(layout.address(row, chunk)), 16);
 }
 
 void execute(Warpgroup& group, i64 number) {
@@ -153,9 +158,9 @@ void execute(Warpgroup& group, i64 number) {
   }
   tensor_core::wgmma_k32_e4m3(kRows, n, a, decoded, operation.values.data());
   operation.executed = true;
-  const i64 begin = std::max(operation.ready_time, machine.tensor_cores_busy);
+  const i64 begin = std::max(operation.ready_time, own_block().tensor_cores_busy);
   operation.done_time = begin + i64{kRows} * n * kStepBytes / cycles::kMacsPerCycle;
-  machine.tensor_cores_busy = operation.done_time;
+  own_block().tensor_cores_busy = operation.done_time;
   trace::work("tensor", format("wgmma m64n%dk32", n), self().warp(), begin, operation.done_time,
               operation.place);
   for (Wgmma& later : group.operations)
@@ -178,7 +183,7 @@ void take_fragments(const Warp& warp, i32 quarter, Wgmma& operation) {
 
 void issue_wgmma(i32 index, Place at) {
   Warp& warp = machine.warps[index];
-  Warpgroup& group = group_of(index);
+  Warpgroup& group = machine.warpgroup_of(index);
   const WgmmaOperands& first = operands_of(warp, 0);
   for (i32 lane = 1; lane < kWarp; ++lane) {
     const WgmmaOperands& other = operands_of(warp, lane);
@@ -189,10 +194,11 @@ void issue_wgmma(i32 index, Place at) {
   if (!warp.fenced)
     fail("accumulator", "wgmma without wgmma.fence since the accumulators were last waited for",
          at);
-  if (index / kWarpgroupWarps * kWarpgroupWarps + kWarpgroupWarps > machine.num_warps)
+  const i32 first_warp = machine.warpgroup_begin(index);
+  if (machine.warpgroup_end(index) - first_warp < kWarpgroupWarps)
     fail("divergence", "wgmma in a warpgroup of fewer than four warps", at);
 
-  const i32 quarter = index % kWarpgroupWarps;
+  const i32 quarter = index - first_warp;
   const i64 number = warp.issued++;
   // The operation in flight whose accumulators this one continues, if any.
   i64 previous = -1;
@@ -213,7 +219,7 @@ void issue_wgmma(i32 index, Place at) {
   operation.ready_time = std::max(operation.ready_time, identity.time);
 
   const u32 clock = static_cast<u32>(number) + 1;
-  const auto begin = [&](u32 addr) { shared.begin_async_read(addr, index, clock, at); };
+  const auto begin = [&](u32 addr) { own_memory().begin_async_read(addr, index, clock, at); };
   if (first.fragment == nullptr) {
     const Layout a = decode(first.a, "a", at);
     check_layout(a, 16 * quarter, 16, "a", at);
@@ -238,7 +244,6 @@ void issue_wgmma(i32 index, Place at) {
     }
   }
   // Others of the warpgroup may wait for this warp to follow.
-  const i32 first_warp = index / kWarpgroupWarps * kWarpgroupWarps;
   for (i32 thread = first_warp * kWarp; thread < (first_warp + kWarpgroupWarps) * kWarp; ++thread)
     if (machine.threads[thread].waits == Wait::wgmma) wake(thread);
 }
@@ -249,7 +254,7 @@ void commit_wgmma(i32 index) {
 }
 
 bool wgmma_may_finish(i32 index, i64 target) {
-  const i32 first = index / kWarpgroupWarps * kWarpgroupWarps;
+  const i32 first = machine.warpgroup_begin(index);
   for (i32 w = first; w < first + kWarpgroupWarps; ++w)
     if (machine.warps[w].issued < target) return false;
   return true;
@@ -257,12 +262,12 @@ bool wgmma_may_finish(i32 index, i64 target) {
 
 void retire_wgmma(i32 index, i64 target, Place at) {
   Warp& warp = machine.warps[index];
-  Warpgroup& group = group_of(index);
-  const i32 quarter = index % kWarpgroupWarps;
+  Warpgroup& group = machine.warpgroup_of(index);
+  const i32 quarter = index - machine.warpgroup_begin(index);
   for (i64 i = warp.completed; i < target; ++i) {
     Wgmma& operation = group.operation(i);
     if (!operation.executed) execute(group, i);
-    const auto end = [&](u32 addr) { shared.end_async_read(addr, index); };
+    const auto end = [&](u32 addr) { own_memory().end_async_read(addr, index); };
     if (operation.a.empty())
       for_each_unit(decode(operation.operands.a, "a", 0), 16 * quarter, 16, end);
     for_each_unit(decode(operation.operands.b, "b", 0), 0, operation.operands.n, end);
@@ -295,7 +300,7 @@ void retire_wgmma(i32 index, i64 target, Place at) {
   }
   warp.completed = std::max(warp.completed, target);
   // What all four warps are done with can go.
-  const i32 first = index / kWarpgroupWarps * kWarpgroupWarps;
+  const i32 first = machine.warpgroup_begin(index);
   i64 done = warp.completed;
   for (i32 w = first; w < first + kWarpgroupWarps; ++w)
     done = std::min(done, machine.warps[w].completed);

@@ -106,7 +106,7 @@ struct SiluMulArgs {
 
 template <class Map>
 struct BlockGemmMaps {
-  Map x;     // (k, tokens), box (128, tokens of a tile)
+  Map x;     // (k, tokens), box (128, tokens of a tile that a block of threads loads)
   Map gate;  // rows of w that the first, and the second half of a tile's columns come from: see
   Map up;    // weight_rows_map
 };
@@ -115,40 +115,70 @@ struct BlockGemmMaps {
 // the plain GEMM. What both Specs have to say of it.
 inline constexpr i32 kFoldTileRows = 2 * kScaleBlock;  // of w
 
-constexpr i32 fold_tile_tokens(Backend backend, i32 token_groups) {
-  return (backend == Backend::sm90 ? 64 : 32) * token_groups;
-}
-constexpr i32 fold_stage_bytes(i32 tile_tokens, FoldAlgorithm algorithm) {
-  return (tile_tokens + (algorithm == FoldAlgorithm::two_pass ? kScaleBlock : kFoldTileRows)) *
-         kScaleBlock;
-}
-constexpr const char* fold_groups_refusal(Backend backend, i32 token_groups) {
-  if (backend == Backend::sm90)
-    return token_groups == 1 || token_groups == 2 ? nullptr : "token_groups must be 1 or 2";
-  const bool shared = token_groups == 1 || token_groups == 2 || token_groups == 4;
-  return shared ? nullptr : "token_groups must be 1, 2 or 4";  // eight warps share the columns
-}
-constexpr i32 fold_num_threads(Backend backend, i32 token_groups) {
-  return backend == Backend::sm90 ? 128 * (token_groups + 1) : 256;
-}
-constexpr i32 fold_smem_bytes(Backend backend, i32 token_groups, i32 stages,
-                              FoldAlgorithm algorithm, Rounding rounding) {
-  const i32 tokens = fold_tile_tokens(backend, token_groups);
-  const i32 rings = stages * fold_stage_bytes(tokens, algorithm);
-  if (backend == Backend::sm90) return rings + 1024;  // barriers
-  const i32 element_bytes = rounding == Rounding::bfloat16 ? 2 : 4;
-  const i32 gate = algorithm == FoldAlgorithm::two_pass ? tokens * kScaleBlock * element_bytes : 0;
-  return rings + gate + 3072;  // act(gate); scales, maxima
-}
-// wgmma instructions that the machine code must hold, where it has `copies` of a k block: ptxas can
-// drop some silently. A warpgroup that is alone splits its 256 columns into quarters, else halves.
-constexpr i32 fold_num_wgmma(Backend backend, i32 token_groups, i32 copies) {
-  return backend != Backend::sm90 ? 0 : copies * 4 * (token_groups == 1 ? 4 : 2);
-}
-// Tiles of all tokens and columns, and how many blocks of the grid take turns.
-constexpr i64 fold_num_tiles(i32 num_tokens, i32 num_blocks, i32 tile_tokens) {
-  return i64{ceil_div(num_tokens, tile_tokens)} * num_blocks;
-}
+// How a tile is shared out. On sm90 by math warpgroups of 64 tokens each, and perhaps by the two
+// blocks of threads of a cluster, of which each takes half of the columns of both blocks and both
+// load x together; on sm89 by groups of warps, 32 tokens each.
+struct FoldTile {
+  Backend backend;
+  i32 token_groups;
+  i32 cluster;  // blocks of threads
+
+  constexpr i32 tokens() const { return (backend == Backend::sm90 ? 64 : 32) * token_groups; }
+  // Of both blocks of rows of w, per block of threads.
+  constexpr i32 rows() const { return kFoldTileRows / cluster; }
+  constexpr i32 num_threads() const {
+    return backend == Backend::sm90 ? 128 * (token_groups + 1) : 256;
+  }
+  constexpr i32 stage_bytes(FoldAlgorithm algorithm) const {
+    const i32 w = algorithm == FoldAlgorithm::two_pass ? kScaleBlock : rows();
+    return (tokens() + w) * kScaleBlock;
+  }
+  constexpr i32 smem_bytes(i32 stages, FoldAlgorithm algorithm, Rounding rounding) const {
+    const i32 rings = stages * stage_bytes(algorithm);
+    if (backend == Backend::sm90) {
+      const i32 factors = stages * tokens() * 2 * 4;
+      const i32 maxima = (cluster - 1) * 2 * tokens() * 4;  // of two tiles, from the other block
+      return rings + factors + maxima + 1024;               // barriers
+    }
+    const i32 element_bytes = rounding == Rounding::bfloat16 ? 2 : 4;
+    const bool keeps_gate = algorithm == FoldAlgorithm::two_pass;
+    const i32 gate = keeps_gate ? tokens() * kScaleBlock * element_bytes : 0;
+    return rings + gate + 3072;  // act(gate); scales, maxima
+  }
+  // Accumulators of one wgmma. A warpgroup that has all 256 columns for itself computes them in
+  // quarters, of which one is added up while the next is computed; of several each covers for the
+  // others.
+  constexpr i32 part() const { return cluster == 1 && token_groups == 1 ? 32 : 64; }
+  // Whether a k block is one part, and one or two warpgroups have those of two blocks in flight.
+  constexpr bool takes_turns() const { return cluster == 2 && token_groups < 3; }
+  // Whether a tile's first wgmma may run under the epilogue of the one before. The small tiles are
+  // for few tokens, where there is rarely a second; three warpgroups lost 5% by it.
+  constexpr bool may_overlap() const { return token_groups == 2 && cluster == 1; }
+  // wgmma instructions that the machine code must hold: ptxas can drop some silently. Parts that
+  // take turns are in the code four times: the first one, two in the loop, one of an even number of
+  // blocks. Overlapping there are a first tile's loop, and of others a first block and a loop.
+  constexpr i32 num_wgmma(bool overlaps) const {
+    if (backend != Backend::sm90) return 0;
+    const i32 copies = takes_turns() ? 4 : rows() / 2 / part() * (overlaps ? 3 : 1);
+    return copies * kScaleBlock / 32;
+  }
+  // Blocks of threads: all tiles of tokens and of `blocks` of columns, taken in turns.
+  constexpr i32 grid(i32 num_tokens, i32 blocks, i32 num_sms) const {
+    const i64 tiles = i64{ceil_div(num_tokens, tokens())} * blocks;
+    return static_cast<i32>(min_of<i64>(tiles * cluster, whole_clusters(num_sms, cluster)));
+  }
+  constexpr const char* invalid() const {
+    const bool is_power = token_groups == 1 || token_groups == 2 || token_groups == 4;
+    if (backend != Backend::sm90) {
+      if (cluster != 1) return "cluster must be 1";
+      return is_power ? nullptr : "token_groups must be 1, 2 or 4";  // of eight warps
+    }
+    if (cluster != 1 && cluster != 2) return "cluster must be 1 or 2";
+    if (token_groups < 1 || token_groups > cluster + 1)  // registers
+      return cluster == 1 ? "token_groups must be 1 or 2" : "token_groups must be 1 to 3";
+    return nullptr;
+  }
+};
 
 // What the compiler gets. All members are one byte wide: hashable as bytes, no padding.
 struct SiluFoldSpec {
@@ -157,8 +187,9 @@ struct SiluFoldSpec {
   Activation activation;
   Rounding rounding;
   ScaleFormat scale_format;
-  u8 token_groups;  // sm90: math warpgroups, 64 tokens each; sm89: warps, 32 tokens each
-  u8 stages;        // ring of k blocks
+  u8 token_groups;  // see FoldTile
+  u8 cluster;
+  u8 stages;  // ring of k blocks
 
   static constexpr const char* op() { return "silu_fold"; }
 
@@ -170,26 +201,23 @@ struct SiluFoldSpec {
     visit("rounding", rounding);
     visit("scale_format", scale_format);
     visit("token_groups", token_groups);
+    visit("cluster", cluster);
     visit("stages", stages);
   }
 
-  constexpr i32 tile_tokens() const { return fold_tile_tokens(backend, token_groups); }
-  constexpr i32 num_threads() const { return fold_num_threads(backend, token_groups); }
-  constexpr i32 smem_bytes() const {
-    return fold_smem_bytes(backend, token_groups, stages, algorithm, rounding);
-  }
+  constexpr FoldTile tile() const { return {backend, token_groups, cluster}; }
+  constexpr i32 tile_tokens() const { return tile().tokens(); }
+  constexpr i32 cluster_size() const { return cluster; }
+  constexpr i32 num_threads() const { return tile().num_threads(); }
+  constexpr i32 smem_bytes() const { return tile().smem_bytes(stages, algorithm, rounding); }
   static constexpr i32 spill_limit_bytes() { return 0; }
-  // Whether a tile's first wgmma run under the epilogue of the one before. A warpgroup that is
-  // alone rarely has a second tile; products that are not rounded leave no registers for it.
-  constexpr bool overlaps() const { return token_groups == 2 && rounding == Rounding::bfloat16; }
-  // Overlapping: a first tile's loop, and of others a first block and a loop.
-  constexpr i32 num_wgmma() const {
-    return fold_num_wgmma(backend, token_groups, overlaps() ? 3 : 1);
-  }
+  // Whether the maximum of a token's 128 columns comes from both blocks of a cluster.
+  constexpr bool exchanges_maxima() const { return cluster > 1; }
+  // See FoldTile; products that are not rounded leave no registers for it.
+  constexpr bool overlaps() const { return tile().may_overlap() && rounding == Rounding::bfloat16; }
+  constexpr i32 num_wgmma() const { return tile().num_wgmma(overlaps()); }
   constexpr i32 grid(const SiluFoldArgs& args, i32 num_sms) const {
-    const i32 blocks = ceil_div(args.num_columns, kScaleBlock);
-    return static_cast<i32>(
-        clamp_to<i64>(fold_num_tiles(args.gemm.num_tokens, blocks, tile_tokens()), 1, num_sms));
+    return tile().grid(args.gemm.num_tokens, ceil_div(args.num_columns, kScaleBlock), num_sms);
   }
   static constexpr i64 workspace_bytes(const SiluFoldArgs&) { return 0; }
   // Why this Spec may not exist; null if it may.
@@ -197,7 +225,7 @@ struct SiluFoldSpec {
     if (backend != Backend::sm89 && backend != Backend::sm90) return "backend must be sm89 or sm90";
     if ((backend == Backend::sm90) != (algorithm == FoldAlgorithm::one_pass))
       return "one_pass is the algorithm of sm90 alone";
-    if (const char* refused = fold_groups_refusal(backend, token_groups)) return refused;
+    if (const char* refused = tile().invalid()) return refused;
     if (smem_bytes() > limits_of(backend).max_smem_bytes) return "not enough shared memory";
     return nullptr;
   }
@@ -207,6 +235,7 @@ struct BlockGemmSpec {
   Backend backend;  // sm89 | sm90
   DType out_dtype;  // float32 | bfloat16
   u8 token_groups;  // as SiluFoldSpec
+  u8 cluster;
   u8 stages;
 
   static constexpr const char* op() { return "block_gemm"; }
@@ -216,29 +245,33 @@ struct BlockGemmSpec {
     visit("backend", backend);
     visit("out_dtype", out_dtype);
     visit("token_groups", token_groups);
+    visit("cluster", cluster);
     visit("stages", stages);
   }
 
   static constexpr FoldAlgorithm algorithm(Backend backend) {
     return backend == Backend::sm90 ? FoldAlgorithm::one_pass : FoldAlgorithm::interleaved;
   }
-  constexpr i32 tile_tokens() const { return fold_tile_tokens(backend, token_groups); }
-  constexpr i32 num_threads() const { return fold_num_threads(backend, token_groups); }
+  constexpr FoldTile tile() const { return {backend, token_groups, cluster}; }
+  constexpr i32 tile_tokens() const { return tile().tokens(); }
+  constexpr i32 cluster_size() const { return cluster; }
+  constexpr i32 num_threads() const { return tile().num_threads(); }
   constexpr i32 smem_bytes() const {
-    return fold_smem_bytes(backend, token_groups, stages, algorithm(backend), Rounding::bfloat16);
+    return tile().smem_bytes(stages, algorithm(backend), Rounding::bfloat16);
   }
   static constexpr i32 spill_limit_bytes() { return 0; }
-  constexpr i32 num_wgmma() const { return fold_num_wgmma(backend, token_groups, 1); }
+  static constexpr bool exchanges_maxima() { return false; }
+  // Wide stores leave no registers for it.
+  constexpr bool overlaps() const { return tile().may_overlap() && out_dtype == DType::bfloat16; }
+  constexpr i32 num_wgmma() const { return tile().num_wgmma(overlaps()); }
   constexpr i32 grid(const BlockGemmArgs& args, i32 num_sms) const {
-    const i32 blocks = ceil_div(args.num_columns, kFoldTileRows);
-    return static_cast<i32>(
-        clamp_to<i64>(fold_num_tiles(args.gemm.num_tokens, blocks, tile_tokens()), 1, num_sms));
+    return tile().grid(args.gemm.num_tokens, ceil_div(args.num_columns, kFoldTileRows), num_sms);
   }
   static constexpr i64 workspace_bytes(const BlockGemmArgs&) { return 0; }
   constexpr const char* invalid() const {
     if (backend != Backend::sm89 && backend != Backend::sm90) return "backend must be sm89 or sm90";
     if (out_dtype == DType::float16) return "out_dtype must be float32 or bfloat16";
-    if (const char* refused = fold_groups_refusal(backend, token_groups)) return refused;
+    if (const char* refused = tile().invalid()) return refused;
     if (smem_bytes() > limits_of(backend).max_smem_bytes) return "not enough shared memory";
     return nullptr;
   }
@@ -274,19 +307,28 @@ struct SiluMulSpec {
   }
 };
 
-// --- the finite lists
-// ----------------------------------------------------------------------------
+// --- the finite lists ----------------------------------------------------------------------------
 
-constexpr i32 fold_stages(Backend backend, i32 token_groups) {
-  if (backend == Backend::sm90) return token_groups == 1 ? 5 : 4;
-  return 2;
+constexpr i32 fold_stages(const FoldTile& tile) {
+  if (tile.backend != Backend::sm90) return 2;
+  constexpr i32 kStages[2][3] = {{5, 4, 0}, {8, 6, 5}};
+  return kStages[tile.cluster - 1][tile.token_groups - 1];
 }
 // The smallest tile of sm89 comes also with one stage: least shared memory.
-constexpr bool fold_has_stages(Backend backend, i32 token_groups, i32 stages) {
-  return stages == fold_stages(backend, token_groups) ||
-         (backend == Backend::sm89 && token_groups == 1 && stages == 1);
+constexpr bool fold_has_stages(const FoldTile& tile, i32 stages) {
+  return stages == fold_stages(tile) ||
+         (tile.backend == Backend::sm89 && tile.token_groups == 1 && stages == 1);
 }
-inline constexpr i32 kMaxFoldStages = 5;
+inline constexpr i32 kMaxFoldStages = 8;
+// Largest last.
+template <class Visit>
+constexpr void for_each_fold_tile(Backend backend, Visit&& visit) {
+  for (i32 cluster : {1, 2})
+    for (i32 groups : {1, 2, 3, 4}) {
+      const FoldTile tile{backend, groups, cluster};
+      if (tile.invalid() == nullptr) visit(tile);
+    }
+}
 
 template <class Visit>
 constexpr void for_each_silu_fold_spec(Backend backend, Visit&& visit) {
@@ -295,21 +337,31 @@ constexpr void for_each_silu_fold_spec(Backend backend, Visit&& visit) {
       for (ScaleFormat scale : {ScaleFormat::float32, ScaleFormat::ue8m0})
         for (FoldAlgorithm algorithm :
              {FoldAlgorithm::one_pass, FoldAlgorithm::two_pass, FoldAlgorithm::interleaved})
-          for (u8 groups : {u8{1}, u8{2}, u8{4}})
+          for_each_fold_tile(backend, [&](const FoldTile& tile) {
             for (u8 stages = 1; stages <= kMaxFoldStages; ++stages) {
-              const SiluFoldSpec spec{backend, algorithm, activation, rounding,
-                                      scale,   groups,    stages};
-              if (fold_has_stages(backend, groups, stages) && spec.invalid() == nullptr)
-                visit(spec);
+              const SiluFoldSpec spec{.backend = backend,
+                                      .algorithm = algorithm,
+                                      .activation = activation,
+                                      .rounding = rounding,
+                                      .scale_format = scale,
+                                      .token_groups = static_cast<u8>(tile.token_groups),
+                                      .cluster = static_cast<u8>(tile.cluster),
+                                      .stages = stages};
+              if (fold_has_stages(tile, stages) && spec.invalid() == nullptr) visit(spec);
             }
+          });
 }
 template <class Visit>
 constexpr void for_each_block_gemm_spec(Backend backend, Visit&& visit) {
   for (DType out : {DType::float32, DType::bfloat16})
-    for (u8 groups : {u8{1}, u8{2}, u8{4}}) {
-      const BlockGemmSpec spec{backend, out, groups, static_cast<u8>(fold_stages(backend, groups))};
+    for_each_fold_tile(backend, [&](const FoldTile& tile) {
+      const BlockGemmSpec spec{.backend = backend,
+                               .out_dtype = out,
+                               .token_groups = static_cast<u8>(tile.token_groups),
+                               .cluster = static_cast<u8>(tile.cluster),
+                               .stages = static_cast<u8>(fold_stages(tile))};
       if (spec.invalid() == nullptr) visit(spec);
-    }
+    });
 }
 template <class Visit>
 constexpr void for_each_silu_mul_spec(Backend backend, Visit&& visit) {
@@ -325,16 +377,17 @@ constexpr void for_each_silu_mul_spec(Backend backend, Visit&& visit) {
 // eight neighbouring output columns from 32q + 8t on, so that a quad stores whole sectors. Without
 // (a last block that is cut off) columns stand in order.
 constexpr bool weight_rows_permuted(i32 num_columns) { return num_columns % kScaleBlock == 0; }
-// The second and the last coordinate of a block's copy.
+// The second and the last coordinate of a copy that begins with row `first`, a multiple of 32.
 struct WeightRows {
   i32 row;
   i32 group;  // of 32 rows
 };
-constexpr WeightRows weight_rows_of(i32 block, bool permuted) {
-  return permuted ? WeightRows{0, 4 * block} : WeightRows{block * kScaleBlock, 0};
+constexpr WeightRows weight_rows_of(i32 first, bool permuted) {
+  return permuted ? WeightRows{0, first / 32} : WeightRows{first, 0};
 }
 template <class Map>
-constexpr Map weight_rows_map(const BlockScaledArgs& args, i64 first_row, i32 num_rows) {
+constexpr Map weight_rows_map(const BlockScaledArgs& args, i64 first_row, i32 num_rows,
+                              i32 box_rows) {
   Map map{};
   map.base = args.w + first_row * args.w_stride;
   map.rank = 5;
@@ -346,8 +399,8 @@ constexpr Map weight_rows_map(const BlockScaledArgs& args, i64 first_row, i32 nu
   const i64 dims[] = {args.k, permuted ? 2 : num_rows, permuted ? 4 : 1, permuted ? 4 : 1,
                       permuted ? num_rows / 32 : 1};
   const i64 strides[] = {1, row, 8 * row, 2 * row, 32 * row};
-  const i32 box[] = {kScaleBlock, permuted ? 2 : kScaleBlock, permuted ? 4 : 1, permuted ? 4 : 1,
-                     permuted ? 4 : 1};
+  const i32 box[] = {kScaleBlock, permuted ? 2 : box_rows, permuted ? 4 : 1, permuted ? 4 : 1,
+                     permuted ? box_rows / 32 : 1};
   for (i32 i = 0; i < 5; ++i) {
     map.dims[i] = dims[i];
     map.strides[i] = strides[i];
@@ -357,18 +410,19 @@ constexpr Map weight_rows_map(const BlockScaledArgs& args, i64 first_row, i32 nu
 }
 
 template <class Map = MapDescription>
-constexpr BlockGemmMaps<Map> block_gemm_maps(const BlockScaledArgs& args, i32 tile_tokens,
+constexpr BlockGemmMaps<Map> block_gemm_maps(const BlockScaledArgs& args, const FoldTile& tile,
                                              i32 gate_rows, bool has_up_rows) {
   BlockGemmMaps<Map> maps{};
   maps.x = {.base = args.x,
             .dims = {args.k, args.num_tokens},
             .strides = {1, args.x_stride},
-            .box = {kScaleBlock, tile_tokens},
+            .box = {kScaleBlock, tile.tokens() / tile.cluster},
             .rank = 2,
             .type = MapType::u8_,
             .swizzle = Swizzle::b128};
-  maps.gate = weight_rows_map<Map>(args, 0, gate_rows);
-  maps.up = weight_rows_map<Map>(args, has_up_rows ? gate_rows : 0, gate_rows);
+  const i32 box_rows = tile.rows() / 2;
+  maps.gate = weight_rows_map<Map>(args, 0, gate_rows, box_rows);
+  maps.up = weight_rows_map<Map>(args, has_up_rows ? gate_rows : 0, gate_rows, box_rows);
   return maps;
 }
 

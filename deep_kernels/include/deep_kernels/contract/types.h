@@ -71,6 +71,19 @@ constexpr BackendLimits limits_of(Backend value) {
   return {0, 0};
 }
 
+// Blocks that a kernel runs in clusters of: a Spec without cluster_size() has no clusters.
+template <class Spec>
+constexpr i32 cluster_size_of(const Spec& spec) {
+  if constexpr (requires { spec.cluster_size(); })
+    return spec.cluster_size();
+  else
+    return 1;
+}
+// Blocks of a persistent kernel: one per SM, as many as make whole clusters, at least one cluster.
+constexpr i32 whole_clusters(i32 num_sms, i32 cluster) {
+  return max_of(num_sms / cluster, 1) * cluster;
+}
+
 // One TMA tensor map in plain words. The driver encodes it for the card; an emulator reads it as it
 // is. Dimension 0 is the contiguous one; the first coordinate of a load times the element size must
 // be a multiple of 16 bytes, else the card stops with an illegal instruction (seen on an H200).

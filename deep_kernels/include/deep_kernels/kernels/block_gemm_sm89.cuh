@@ -24,20 +24,18 @@ struct GemmWork {
   const BlockGemmArgs& args;
 
   DK_DEVICE i32 column_tiles() const { return ceil_div(args.num_columns, kFoldTileRows); }
-  DK_DEVICE i32 num_units() const {
-    return ceil_div(args.gemm.num_tokens, S.tile_tokens()) * column_tiles();
+  DK_DEVICE TileOrder order() const {
+    return TileOrder::of(args.gemm.num_tokens, S.tile_tokens(), column_tiles());
   }
-  DK_DEVICE TilePlace place(i32 tile) const {
-    return place_of_tile<S.tile_tokens()>(tile, args.gemm.num_tokens, column_tiles());
-  }
+  DK_DEVICE i32 num_units() const { return order().count(); }
   DK_DEVICE HalfStep half_step() const { return {kScaleBlock, kScaleBlock, 1}; }
   DK_DEVICE TileRows rows(i32 tile) const {
-    const TilePlace at = place(tile);
-    const i32 column = at.columns * kFoldTileRows;
-    return {.first_token = at.tokens * S.tile_tokens(),
+    const TileOrder::Tile at = order().at(tile);
+    const i32 column = at.block * kFoldTileRows;
+    return {.first_token = at.token * S.tile_tokens(),
             .num_columns = args.num_columns - column,
             .first_row = column,
-            .scale_row = 2 * at.columns};
+            .scale_row = 2 * at.block};
   }
 };
 
@@ -46,13 +44,8 @@ struct Finish {
   using Shape = GemmShape<S>;
 
   const BlockGemmArgs& args;
-  TilePlace place;
+  TileOrder::Tile tile;
 
-  DK_DEVICE float load_residual(i64 at) const {
-    if (args.residual_dtype == DType::float32)
-      return ptx::load_global(static_cast<const float*>(args.residual) + at);
-    return ptx::float_of_bf16(ptx::load_global(static_cast<const u16*>(args.residual) + at));
-  }
   // The two columns of an octet as they are stored: bfloat16 is rounded before the residual comes.
   DK_DEVICE void add_residual(float (&pair)[2], i64 at) const {
     if (args.residual == nullptr) return;
@@ -60,13 +53,13 @@ struct Finish {
     for (i32 i = 0; i < 2; ++i) {
       if constexpr (S.out_dtype == DType::bfloat16)
         pair[i] = ptx::float_of_bf16(ptx::bf16_of(pair[i]));
-      pair[i] += load_residual(at + i);
+      pair[i] += tile::load_float(args.residual, at + i, args.residual_dtype);
     }
   }
   // The lane's neighbouring columns of one token.
   DK_DEVICE void store(const Sums<Shape>& sums, i32 half, i32 group, i32 row) const {
-    const i64 token = place.tokens * S.tile_tokens() + Shape::token(row);
-    const i64 column = place.columns * kFoldTileRows + half * kScaleBlock + Shape::column(group);
+    const i64 token = tile.token * S.tile_tokens() + Shape::token(row);
+    const i64 column = tile.block * kFoldTileRows + half * kScaleBlock + Shape::column(group);
     if (token >= args.gemm.num_tokens || column >= args.num_columns) return;
     constexpr bool kNarrow = S.out_dtype == DType::bfloat16;
     u32 words[kNarrow ? Shape::kLaneColumns / 2 : Shape::kLaneColumns];
@@ -113,7 +106,7 @@ DK_DEVICE void block_gemm_sm89(const BlockGemmArgs& args) {
   for (i32 tile = ptx::block_index(); tile < work.num_units(); tile += ptx::num_blocks()) {
     Sums<GemmShape<S>> sums;
     gemm.run(sums, tile);
-    Finish<S>{args, work.place(tile)}.run(sums);
+    Finish<S>{args, work.order().at(tile)}.run(sums);
   }
   gemm.close();
 }

@@ -12,7 +12,7 @@ namespace deep_kernels::fold_sm90 {
 struct EightColumns {
   const BlockGemmArgs& args;
   i64 token;
-  i32 first;  // column of the block
+  i32 first;  // column of the half
   i32 index;  // i
   bool permuted;
 
@@ -102,29 +102,35 @@ DK_DEVICE void finish_columns(const EightColumns& columns, float (&value)[8]) {
 
 template <BlockGemmSpec S>
 struct GemmEpilogue {
+  static constexpr i32 kSums = Math<S>::kSums;
+
   const BlockGemmArgs& args;
   bool permuted;
 
-  // Nothing is computed: the sums themselves are stored.
-  static DK_DEVICE const Math<S>& collect(Math<S>& math, TileOrder::Tile) { return math; }
-  DK_DEVICE void store(const Math<S>& math, TileOrder::Tile tile) const {
+  struct Nothing {};
+  static DK_DEVICE void store(Nothing, TileOrder::Tile) {}
+  // The sums go straight to memory.
+  DK_DEVICE Nothing collect(const Math<S>& math, TileOrder::Tile tile) const {
     DK_UNROLL
     for (i32 half = 0; half < 2; ++half) {
       DK_UNROLL
       for (i32 r = 0; r < 2; ++r)
-        store_half_row(math.sum, half, r, math.token_of(tile.token) + 8 * r,
-                       (2 * tile.block + half) * kScaleBlock);
+        store_half_row(
+            math.sum, half, r, math.token_of(tile.token) + 8 * r,
+            (2 * tile.block + half) * kScaleBlock + block_rank<S>() * (S.tile().rows() / 2));
     }
+    return {};
   }
   // Row r of the lane in one half of a tile.
-  DK_DEVICE void store_half_row(const float (&sum)[128], i32 half, i32 r, i64 token,
+  DK_DEVICE void store_half_row(const float (&sum)[kSums], i32 half, i32 r, i64 token,
                                 i32 first) const {
     if (token >= args.gemm.num_tokens || first >= args.num_columns) return;
     DK_UNROLL
-    for (i32 i = 0; i < 4; ++i) {
+    for (i32 i = 0; i < kSums / 32; ++i) {
       float value[8];
       DK_UNROLL
-      for (i32 c = 0; c < 8; ++c) value[c] = sum[64 * half + 4 * (4 * i + c / 2) + 2 * r + c % 2];
+      for (i32 c = 0; c < 8; ++c)
+        value[c] = sum[kSums / 2 * half + 4 * (4 * i + c / 2) + 2 * r + c % 2];
       finish_columns<S.out_dtype>({args, token, first, i, permuted}, value);
     }
   }
@@ -141,8 +147,8 @@ DK_DEVICE void block_gemm_sm90(const BlockGemmArgs& args, const Maps& maps) {
   const i32 last = ceil_div(args.num_columns, kScaleBlock) - 1;
   // The second block of the last tile may not exist: then its columns are not stored.
   const auto rows_of = [&](i32 block) { return TileRows{2 * block, min_of(2 * block + 1, last)}; };
-  run<S, false>(args.gemm, maps, ceil_div(args.num_columns, kFoldTileRows), permuted, rows_of,
-                rows_of, GemmEpilogue<S>{args, permuted});
+  run<S>(args.gemm, maps, ceil_div(args.num_columns, kFoldTileRows), permuted, rows_of, rows_of,
+         GemmEpilogue<S>{args, permuted});
 }
 
 }  // namespace deep_kernels

@@ -9,9 +9,11 @@
 #pragma once
 
 #include "deep_kernels/contract/silu_fold.h"
+#include "deep_kernels/kernels/tile_order.cuh"
 #include "deep_kernels/ptx/base.cuh"
 #include "deep_kernels/tile/e4m3_mma.cuh"
 #include "deep_kernels/tile/fragments.cuh"
+#include "deep_kernels/tile/global_words.cuh"
 #include "deep_kernels/tile/layout.cuh"
 #include "deep_kernels/tile/pipeline.cuh"
 
@@ -72,21 +74,6 @@ struct HalfStep {
   i32 columns;  // fewer
   i32 scale_rows;
 };
-
-// Tiles in an order that keeps both operands of those in work near: all columns of 2048 tokens
-// before the tokens behind them.
-struct TilePlace {
-  i32 tokens;   // tile of tokens
-  i32 columns;  // tile of columns
-};
-template <i32 kTileTokens>
-DK_DEVICE TilePlace place_of_tile(i32 tile, i32 num_tokens, i32 column_tiles) {
-  constexpr i32 kGroup = 2048 / kTileTokens;
-  const i32 first = tile / (kGroup * column_tiles) * kGroup;
-  const i32 inside = tile % (kGroup * column_tiles);
-  const i32 group = min_of(kGroup, ceil_div(num_tokens, kTileTokens) - first);
-  return {first + inside % group, inside / group};
-}
 
 template <class Shape, i32 kStages>
 struct Rings {
@@ -228,10 +215,8 @@ struct Multiplier {
     if (source.scale < 0) return 0.0f;
     if (thread < Shape::kTileTokens)
       return ptx::load_global(args.x_scale + source.scale + block * args.x_scale_block_stride);
-    const i64 at = source.scale + block * args.w_scale_block_stride;
-    if (args.w_scale_dtype == DType::float32)
-      return ptx::load_global(static_cast<const float*>(args.w_scale) + at);
-    return ptx::float_of_bf16(ptx::load_global(static_cast<const u16*>(args.w_scale) + at));
+    return tile::load_float(args.w_scale, source.scale + block * args.w_scale_block_stride,
+                            args.w_scale_dtype);
   }
   // The scale that came with the stage that is drained next; a barrier must follow.
   DK_DEVICE void post_scale() const {

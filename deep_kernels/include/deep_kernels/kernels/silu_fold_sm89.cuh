@@ -68,22 +68,19 @@ struct FoldWork {
   const SiluFoldArgs& args;
 
   DK_DEVICE i32 column_blocks() const { return ceil_div(args.num_columns, kScaleBlock); }
-  DK_DEVICE i32 num_tiles() const {
-    return ceil_div(args.gemm.num_tokens, S.tile_tokens()) * column_blocks();
+  DK_DEVICE TileOrder order() const {
+    return TileOrder::of(args.gemm.num_tokens, S.tile_tokens(), column_blocks());
   }
-  DK_DEVICE i32 num_units() const { return num_tiles() * kUnitsPerTile; }
-  DK_DEVICE TilePlace place(i32 tile) const {
-    return place_of_tile<S.tile_tokens()>(tile, args.gemm.num_tokens, column_blocks());
-  }
+  DK_DEVICE i32 num_units() const { return order().count() * kUnitsPerTile; }
   DK_DEVICE HalfStep half_step() const { return {args.num_columns, 0, column_blocks()}; }
   DK_DEVICE TileRows rows(i32 unit) const {
-    const TilePlace at = place(unit / kUnitsPerTile);
+    const TileOrder::Tile at = order().at(unit / kUnitsPerTile);
     const i32 operand = unit % kUnitsPerTile;  // 1: up rows, of two_pass
-    const i32 column = at.columns * kScaleBlock;
-    return {.first_token = at.tokens * S.tile_tokens(),
+    const i32 column = at.block * kScaleBlock;
+    return {.first_token = at.token * S.tile_tokens(),
             .num_columns = args.num_columns - column,
             .first_row = i64{operand} * args.num_columns + column,
-            .scale_row = operand * column_blocks() + at.columns};
+            .scale_row = operand * column_blocks() + at.block};
   }
 };
 
@@ -97,12 +94,10 @@ struct Finish {
 
   const SiluFoldArgs& args;
   Smem<S>& smem;
-  TilePlace place;
+  TileOrder::Tile tile;
 
   // The first of the lane's neighbouring columns of a group.
-  DK_DEVICE i32 column(i32 group) const {
-    return place.columns * kScaleBlock + Shape::column(group);
-  }
+  DK_DEVICE i32 column(i32 group) const { return tile.block * kScaleBlock + Shape::column(group); }
   DK_DEVICE bool has_columns(i32 group) const { return column(group) < args.num_columns; }
   DK_DEVICE void activated(float (&activated)[2], const Sums<Shape>& sums, i32 octet,
                            i32 row) const {
@@ -138,9 +133,7 @@ struct Finish {
     DK_UNROLL
     for (i32 octet = 0; octet < Shape::kOctets; ++octet)
       if (has_columns(octet / Shape::kGroupOctets)) maximum.add(products[octet]);
-    float greatest = maximum.value();
-    greatest = ptx::max_nan(greatest, ptx::shuffle_xor(greatest, 1));
-    return ptx::max_nan(greatest, ptx::shuffle_xor(greatest, 2));
+    return fold::lanes_maximum<4>(maximum.value());
   }
   // Of all 128, once all warps have posted theirs.
   DK_DEVICE float block_maximum(i32 row) const {
@@ -164,12 +157,12 @@ struct Finish {
     tile::store_words(y, words);
   }
   DK_DEVICE void store(const Products (&products)[Shape::kOctets], i32 row) const {
-    const i64 token = place.tokens * S.tile_tokens() + Shape::token(row);
+    const i64 token = tile.token * S.tile_tokens() + Shape::token(row);
     if (token >= args.gemm.num_tokens) return;
     const Scale scale = Scale::of(block_maximum(row));
     if (Shape::column_warp() == 0 && ptx::lane_index() % 4 == 0)
       scale.store(args.y_scale,
-                  token * args.y_scale_token_stride + place.columns * args.y_scale_block_stride);
+                  token * args.y_scale_token_stride + tile.block * args.y_scale_block_stride);
     const float inverse = scale.inverse();
     DK_UNROLL
     for (i32 group = 0; group < Shape::kGroups; ++group)
@@ -212,7 +205,7 @@ DK_DEVICE void silu_fold_sm89(const SiluFoldArgs& args) {
   const Work work{args};
   Gemm gemm(args.gemm, work, smem.rings);
   DK_NO_UNROLL
-  for (i32 tile = ptx::block_index(); tile < work.num_tiles(); tile += ptx::num_blocks()) {
+  for (i32 tile = ptx::block_index(); tile < work.order().count(); tile += ptx::num_blocks()) {
     Sums<FoldShape<S>> sums;
     if constexpr (kTwoPass<S>) {
       gemm.run(sums, 2 * tile);
@@ -221,7 +214,7 @@ DK_DEVICE void silu_fold_sm89(const SiluFoldArgs& args) {
     } else {
       gemm.run(sums, tile);
     }
-    Finish<S>{args, smem, work.place(tile)}.run(sums);
+    Finish<S>{args, smem, work.order().at(tile)}.run(sums);
   }
   gemm.close();
 }

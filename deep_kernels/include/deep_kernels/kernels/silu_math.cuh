@@ -109,6 +109,15 @@ struct Maximum<Rounding::float32> {
   DK_DEVICE float value() const { return greatest; }
 };
 
+// Of kLanes neighbouring lanes, which all learn it. Converged.
+template <i32 kLanes>
+DK_DEVICE float lanes_maximum(float value) {
+  DK_UNROLL
+  for (i32 step = 1; step < kLanes; step *= 2)
+    value = ptx::max_nan(value, ptx::shuffle_xor(value, step));
+  return value;
+}
+
 // a / 448 and 1 / a, correctly rounded and without a branch: an approximation, then one step with
 // its exact remainder. Infinity has none and is left alone.
 DK_DEVICE float over_448(float a) {

@@ -42,11 +42,7 @@ struct BlockPart {
     Maximum<Rounding::bfloat16> maximum;
     DK_UNROLL
     for (i32 i = 0; i < kLaneColumns / 2; ++i) maximum.add(products[i]);
-    float greatest = maximum.value();
-    DK_UNROLL
-    for (i32 mask = 1; mask < kBlockLanes; mask *= 2)
-      greatest = ptx::max_nan(greatest, ptx::shuffle_xor(greatest, mask));
-    return greatest;
+    return lanes_maximum<kBlockLanes>(maximum.value());
   }
   DK_DEVICE void store(const Pair (&products)[kLaneColumns / 2],
                        const BlockScale<S.scale_format>& scale) const {

@@ -85,6 +85,9 @@ DK_DEVICE void store_shared_i32(u32 addr, i32 value) {
 DK_DEVICE void store_shared_i64(u32 addr, i64 value) {
   asm volatile("st.shared.b64 [%0], %1;" ::"r"(addr), "l"(value) : "memory");
 }
+DK_DEVICE void store_shared_f32x2(u32 addr, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(a), "f"(b) : "memory");
+}
 DK_DEVICE void store_shared_f32(u32 addr, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(value) : "memory");
 }

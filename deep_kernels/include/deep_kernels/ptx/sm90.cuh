@@ -1,6 +1,7 @@
-// Hopper's instructions, one per function: mbarrier, TMA, wgmma, setmaxnreg. Needs target sm_90a.
-// Source: PTX ISA 8.7, sections 9.7.9.25 and 9.7.9.27 (bulk copies), 9.7.13.15 (mbarrier), 9.7.15
-// (wgmma), 9.7.19.5 (setmaxnreg), 9.7.13.13 (griddepcontrol).
+// Hopper's instructions, one per function: mbarrier, TMA, clusters, wgmma, setmaxnreg. Needs target
+// sm_90a. Source: PTX ISA 8.7, sections 9.7.9.25 and 9.7.9.27 (bulk copies), 9.7.13.15 (mbarrier),
+// 9.7.15 (wgmma), 9.7.19.5 (setmaxnreg), 9.7.13.13 (griddepcontrol); for clusters 9.7.9.12
+// (st.async), 9.7.9.23 (mapa), 9.7.13.3 (barrier.cluster), 10.16 (%cluster_ctarank).
 #pragma once
 
 #include "deep_kernels/ptx/base.cuh"
@@ -116,6 +117,80 @@ DK_DEVICE void bulk_load(u32 smem, const void* global, u32 bytes, u32 barrier, u
       "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
+
+// --- clusters: blocks that reach each other's shared memory
+// ---------------------------------------
+
+// Rank of the block in its cluster. Blocks of a cluster of n have the indices n * c to n * c + n -
+// 1 and their ranks in this order.
+DK_DEVICE i32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<i32>(rank);
+}
+// Where the block of this rank has what this block has at `smem`; good for the functions of this
+// section alone. The rank stands in the bits from 24 on.
+DK_DEVICE u32 peer_smem(u32 smem, i32 rank) {
+  u32 addr;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(addr) : "r"(smem), "r"(rank));
+  return addr;
+}
+// One arrival at an mbarrier of another block. Whoever waits for it may overwrite what this thread
+// has read, also by the wgmma it has waited for. It releases no stores to the other block: that
+// would take the scope of the cluster, and costs a fence of the whole memory.
+DK_DEVICE void mbarrier_arrive_peer(u32 peer_barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer_barrier) : "memory");
+}
+// The box goes to the same place of every block whose rank's bit is set in `mask`, and each of them
+// counts its bytes on its own mbarrier, at the same place again.
+DK_DEVICE void tma_load_2d_multicast(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y,
+                                     u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(mask)
+      : "memory");
+}
+DK_DEVICE void tma_load_5d_multicast(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y,
+                                     i32 z, i32 w, i32 v, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "h"(mask)
+      : "memory");
+}
+// Stores to another block, counted in bytes on an mbarrier of that block, which whoever reads them
+// waits for. Both in one block; addresses are multiples of the 4, 8 or 16 bytes. Of the generic
+// proxy; undefined where the cluster is one block.
+DK_DEVICE void store_async(u32 peer_addr, u32 a, u32 peer_barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(peer_addr),
+      "r"(a), "r"(peer_barrier)
+      : "memory");
+}
+DK_DEVICE void store_async_x2(u32 peer_addr, u32 a, u32 b, u32 peer_barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+          peer_addr),
+      "r"(a), "r"(b), "r"(peer_barrier)
+      : "memory");
+}
+DK_DEVICE void store_async_x4(u32 peer_addr, u32 a, u32 b, u32 c, u32 d, u32 peer_barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(peer_addr),
+      "r"(a), "r"(b), "r"(c), "r"(d), "r"(peer_barrier)
+      : "memory");
+}
+// The barrier of all threads of the cluster, in two halves that every thread goes through by turns.
+// An exited thread counts as arrived. A relaxed arrival says that the thread is there, as it has to
+// be before others reach its block and when they have done with it; of its work it releases
+// mbarriers alone, initialised before fence_mbarrier_init().
+DK_DEVICE void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+DK_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+DK_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // --- wgmma: all 128 threads of a warpgroup -------------------------------------------------------
 

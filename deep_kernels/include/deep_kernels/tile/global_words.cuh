@@ -1,4 +1,5 @@
-// Neighbouring elements between global memory and registers, in one piece where the address allows.
+// Elements between global memory and registers: neighbours in one piece where the address allows,
+// single ones whose type is known at run time only.
 #pragma once
 
 #include "deep_kernels/ptx/base.cuh"
@@ -32,6 +33,12 @@ DK_DEVICE void load_words(u32 (&words)[4], const u16* from) {
   DK_UNROLL
   for (i32 i = 0; i < 4; ++i)
     words[i] = ptx::load_global(from + 2 * i) | ptx::load_global(from + 2 * i + 1) << 16;
+}
+
+// Of float32 or bfloat16.
+DK_DEVICE float load_float(const void* base, i64 index, DType dtype) {
+  if (dtype == DType::float32) return ptx::load_global(static_cast<const float*>(base) + index);
+  return ptx::float_of_bf16(ptx::load_global(static_cast<const u16*>(base) + index));
 }
 
 }  // namespace deep_kernels::tile

@@ -24,7 +24,8 @@ struct KMajorDescriptor {
   static constexpr u32 kSwizzleBits = kRowBytes == 128 ? 1u : kRowBytes == 64 ? 2u : 3u;
   static constexpr u32 kHigh = static_cast<u32>(8 * kRowBytes >> 4) | (kSwizzleBits << 30);
 
-  // The low word is all that changes from tile to tile: callers keep it and add bytes / 16.
+  // The low word is all that changes from tile to tile: callers keep it and add bytes / 16. Of the
+  // address the upper bits, where a cluster has the block's rank, would land in the leading offset.
   static DK_DEVICE u32 low(u32 smem_addr) { return ((smem_addr & 0x3ffffu) >> 4) | (1u << 16); }
   static DK_DEVICE u64 make(u32 low) { return (static_cast<u64>(kHigh) << 32) | low; }
 };

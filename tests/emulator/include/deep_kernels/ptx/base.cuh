@@ -76,6 +76,10 @@ inline void store_shared_i32(u32 addr, i32 value, At at = At::current()) {
 inline void store_shared_i64(u32 addr, i64 value, At at = At::current()) {
   emulator::store_shared(addr, &value, sizeof(value), at);
 }
+inline void store_shared_f32x2(u32 addr, float a, float b, At at = At::current()) {
+  const float values[] = {a, b};
+  emulator::store_shared(addr, values, sizeof(values), at);
+}
 inline void store_shared_f32(u32 addr, float value, At at = At::current()) {
   emulator::store_shared(addr, &value, sizeof(value), at);
 }

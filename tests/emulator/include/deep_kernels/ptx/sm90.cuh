@@ -42,28 +42,28 @@ inline void prefetch_tensor_map(const TensorMap& map, At at = At::current()) {
 }
 inline void tma_load_1d(u32 smem, const TensorMap& map, u32 barrier, i32 x, At at = At::current()) {
   const i32 coordinates[] = {x};
-  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 1, coordinates, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 1, coordinates, 0, at);
 }
 inline void tma_load_2d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y,
                         At at = At::current()) {
   const i32 coordinates[] = {x, y};
-  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 2, coordinates, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 2, coordinates, 0, at);
 }
 inline void tma_load_3d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z,
                         At at = At::current()) {
   const i32 coordinates[] = {x, y, z};
-  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 3, coordinates, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 3, coordinates, 0, at);
 }
 
 inline void tma_load_4d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z, i32 w,
                         At at = At::current()) {
   const i32 coordinates[] = {x, y, z, w};
-  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 4, coordinates, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 4, coordinates, 0, at);
 }
 inline void tma_load_5d(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z, i32 w,
                         i32 v, At at = At::current()) {
   const i32 coordinates[] = {x, y, z, w, v};
-  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 5, coordinates, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 5, coordinates, 0, at);
 }
 
 // There is no cache to steer.
@@ -76,6 +76,43 @@ inline void bulk_load(u32 smem, const void* global, u32 bytes, u32 barrier, u64,
                       At at = At::current()) {
   emulator::bulk_load(smem, global, bytes, barrier, at);
 }
+
+// --- clusters -----------------------------------------------------------------------------------
+
+inline i32 cluster_rank() { return emulator::identity.rank; }
+inline u32 peer_smem(u32 smem, i32 rank, At at = At::current()) {
+  return emulator::peer_smem(smem, rank, at);
+}
+inline void mbarrier_arrive_peer(u32 peer_barrier, At at = At::current()) {
+  emulator::mbarrier_arrive_peer(peer_barrier, at);
+}
+inline void tma_load_2d_multicast(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y,
+                                  u16 mask, At at = At::current()) {
+  const i32 coordinates[] = {x, y};
+  emulator::check_multicast(mask, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 2, coordinates, mask, at);
+}
+inline void tma_load_5d_multicast(u32 smem, const TensorMap& map, u32 barrier, i32 x, i32 y, i32 z,
+                                  i32 w, i32 v, u16 mask, At at = At::current()) {
+  const i32 coordinates[] = {x, y, z, w, v};
+  emulator::check_multicast(mask, at);
+  emulator::tma_load(smem, map.description, map.is_parameter(), barrier, 5, coordinates, mask, at);
+}
+inline void store_async(u32 peer_addr, u32 a, u32 peer_barrier, At at = At::current()) {
+  emulator::store_async(peer_addr, &a, 1, peer_barrier, at);
+}
+inline void store_async_x2(u32 peer_addr, u32 a, u32 b, u32 peer_barrier, At at = At::current()) {
+  const u32 words[] = {a, b};
+  emulator::store_async(peer_addr, words, 2, peer_barrier, at);
+}
+inline void store_async_x4(u32 peer_addr, u32 a, u32 b, u32 c, u32 d, u32 peer_barrier,
+                           At at = At::current()) {
+  const u32 words[] = {a, b, c, d};
+  emulator::store_async(peer_addr, words, 4, peer_barrier, at);
+}
+inline void cluster_arrive_relaxed(At at = At::current()) { emulator::cluster_arrive(true, at); }
+inline void cluster_arrive(At at = At::current()) { emulator::cluster_arrive(false, at); }
+inline void cluster_wait(At at = At::current()) { emulator::cluster_wait(at); }
 
 // --- wgmma --------------------------------------------------------------------------------------
 
