@@ -50,6 +50,12 @@ class PythonArgs {
           fmt::format("{}: {} must fit into 64 bits, got {}", op_, name, in_words(value)));
     return result;
   }
+  std::optional<int64_t> optional_integer(const char* name, py::handle value) const {
+    if (value.is_none()) return std::nullopt;
+    if (!PyLong_Check(value.ptr()) || PyBool_Check(value.ptr()))
+      refuse(name, "an int or None", value);
+    return integer(name, value);
+  }
   // An int; nothing for one that is being traced and may vary.
   std::optional<int64_t> count(const char* name, py::handle value) {
     const bool traced = std::string_view(Py_TYPE(value.ptr())->tp_name).ends_with("SymInt");

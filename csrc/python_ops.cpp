@@ -147,6 +147,7 @@ py::object wrapped(Tensor tensor) {
 
 void add_ops(py::module_& m) {
   add_silu_ops(m);
+  add_attention_ops(m);
   m.def("fp8_fp4_mqa_logits", mqa_logits_call<Purpose::run>);
   m.def("check_fp8_fp4_mqa_logits", mqa_logits_call<Purpose::check>);
   m.def("get_mqa_logits_metadata", mqa_metadata_call<Purpose::run>);

@@ -15,5 +15,6 @@ pybind11::object wrapped(at::Tensor tensor);
 
 void add_ops(pybind11::module_& m);
 void add_silu_ops(pybind11::module_& m);
+void add_attention_ops(pybind11::module_& m);
 
 }  // namespace deep_kernels

@@ -1,21 +1,17 @@
 // The operators of torch.ops.deep_kernels: schemas and addresses.
 #include <torch/library.h>
 
-#include "ops/guards.h"
 #include "ops/mqa_logits.h"
 #include "ops/paged_mqa_logits.h"
 #include "ops/silu_fold.h"
 #include "python_errors.h"
+#include "torch_ops.h"
 
 namespace deep_kernels {
 namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-
-std::optional<std::string> owned(std::optional<std::string_view> text) {
-  return text ? std::optional<std::string>(*text) : std::nullopt;
-}
 
 Tensor mqa_logits_op(const Tensor& q, const OptionalTensor& q_scale, const Tensor& kv,
                      const Tensor& kv_scale, const Tensor& weights, const Tensor& kv_start,
@@ -151,15 +147,6 @@ void silu_mul_out_op(const Tensor& gate_up, std::string_view activation, Optiona
     silu_mul({gate_up, {activation, clamp, alpha, up_offset, scale_fmt}, owned(arch)},
              QuantizedPair{out, out_scale});
   });
-}
-
-void guard_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  raising_in_python([&] { refuse_what_no_backend_serves(op, *stack); });
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
-void refuse_lazy_out_op(const c10::OperatorHandle& op, torch::jit::Stack*) {
-  raising_in_python([&] { refuse_lazy_out(op); });
 }
 
 TORCH_LIBRARY(deep_kernels, m) {

@@ -175,6 +175,35 @@ def check_silu_mul_to_fp8_block128(
     out: tuple[Tensor, Tensor] | None,
     /,
 ) -> None: ...
+def flash_attn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None, /
+) -> Tensor | tuple[Tensor, Tensor]: ...  # or NotImplemented; options: keywords in the order of the op, return_lse last
+def check_flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None, /) -> None: ...
+def flash_attn_varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    options: tuple[Any, ...],
+    out: Tensor | None,
+    /,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # or NotImplemented
+def check_flash_attn_varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | torch.SymInt,
+    max_seqlen_k: int | torch.SymInt,
+    options: tuple[Any, ...],
+    out: Tensor | None,
+    /,
+) -> None: ...
+def ex2_emulated_share(freq: int, res: int, start_frg: int, fragment: int, num_fragments: int, /) -> float: ...
 def ops() -> list[str]: ...
 def supported(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> str | None: ...
 def prepare(op: str, arch: str | None, case: Mapping[str, str], capability: int | None, /) -> list[dict[str, Any]]: ...

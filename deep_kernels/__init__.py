@@ -17,6 +17,7 @@ from ._runtime import (
     set_pdl,
     supported,
 )
+from .attention_ops import ex2_emulated_share, flash_attn_fwd, flash_attn_varlen_fwd
 from .ops import (
     fp8_fp4_mqa_logits,
     fp8_fp4_paged_mqa_logits,
@@ -32,6 +33,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CompileError",
     "UnsupportedError",
+    "ex2_emulated_share",
+    "flash_attn_fwd",
+    "flash_attn_varlen_fwd",
     "fp8_block_gemm_nt",
     "fp8_fp4_mqa_logits",
     "fp8_fp4_paged_mqa_logits",

@@ -428,6 +428,44 @@ def assert_bounded(actual: Tensor, expected: Bounded) -> None:
     assert not wrong.any(), _first(wrong, got=actual, expected=expected.value, error=expected.error)
 
 
+# ------------------------------------------------------------------------------------------ attention
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Exact results of one member, [num_q, heads, head_dim] and [heads, num_q], and what their errors scale with."""
+
+    out: Tensor
+    lse: Tensor
+    weight: Tensor  # as out: sum of probabilities times |v|
+    reach: Tensor  # as lse: the largest softmax_scale * sum |q| |k| of a key that the query sees
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Attention:
+    """softmax(scale * q k^T) v of [num_q, heads, dim] and [num_kv, kv heads, dim]."""
+    q, k, v = (x.detach().cpu().double().transpose(0, 1) for x in (q, k, v))
+    (num_heads, num_q, dim), (num_kv_heads, num_kv) = q.shape, k.shape[:2]
+    k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (k, v))
+    out, weight = torch.zeros(2, num_heads, num_q, dim, dtype=torch.double)
+    lse = torch.full((num_heads, num_q), -math.inf, dtype=torch.double)
+    reach = torch.zeros_like(lse)
+    everything = [(slice(0, num_q), num_kv)]
+    windows = [(slice(i, i + 1), min(i + 1 + num_kv - num_q, num_kv)) for i in range(num_q)] if causal else everything
+    for part, end in windows:
+        if end <= 0:
+            continue
+        keys, values = k[:, :end], v[:, :end]
+        scores = scale * q[:, part] @ keys.mT
+        largest = scores.amax(-1)
+        lse[:, part] = torch.where(torch.isneginf(largest), largest, scores.logsumexp(-1))
+        p = torch.exp(scores - lse[:, part, None])
+        sees_nothing = torch.isneginf(largest)[..., None]
+        out[:, part] = torch.where(sees_nothing, 0.0, p @ values)
+        weight[:, part] = torch.where(sees_nothing, 0.0, p @ values.abs())
+        reach[:, part] = scale * (q[:, part].abs() @ keys.abs().mT).amax(-1)
+    return Attention(out.transpose(0, 1), lse, weight.transpose(0, 1), reach)
+
+
 # ------------------------------------------------------------------------------------------ comparing
 
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "cpu/bfloat16.h"
+#include "cpu/select.h"
 #include "cpu/vectorize.h"
 
 namespace deep_kernels::cpu {
@@ -12,18 +13,6 @@ namespace {
 constexpr u32 kMagnitude = 0x7fffffffu;
 constexpr u32 kInfinityBits = 0x7f800000u;
 constexpr u32 kNanCode = 0x7f;
-
-// Wanted inside of every clone of its caller.
-#define DK_INLINE inline __attribute__((always_inline))
-
-// A conditional between computed values would keep a loop scalar.
-DK_INLINE u32 select(bool condition, u32 yes, u32 no) {
-  const u32 mask = 0u - static_cast<u32>(condition);
-  return (yes & mask) | (no & ~mask);
-}
-DK_INLINE float select(bool condition, float yes, float no) {
-  return std::bit_cast<float>(select(condition, std::bit_cast<u32>(yes), std::bit_cast<u32>(no)));
-}
 
 // exp(x) of x <= 0, within 2 units in the last place; NaN stays. What float32 cannot hold is 0.
 DK_INLINE float exp_of_negative(float x) {

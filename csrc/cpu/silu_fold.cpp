@@ -1,13 +1,9 @@
 #include "cpu/silu_fold.h"
 
-#include <ATen/Parallel.h>
-
-#include <algorithm>
-#include <atomic>
-
 #include "cpu/bfloat16.h"
 #include "cpu/block_product.h"
 #include "cpu/gated_activation.h"
+#include "cpu/tasks.h"
 #include "cpu/vectorize.h"
 
 namespace deep_kernels::cpu {
@@ -31,20 +27,10 @@ struct TileGrid {
   }
 };
 
-// work(product, tile) for every tile, taken by threads as they come to them: cores differ and are
-// shared with others.
+// work(product, tile) for every tile.
 template <class Work>
 void for_each_tile(const BlockScaledArgs& args, const TileGrid& grid, const Work& work) {
-  const i64 num_workers = std::min<i64>(at::get_num_threads(), grid.num_tiles());
-  std::atomic<i64> next_tile{0};
-  at::parallel_for(0, num_workers, 1, [&](i64, i64) {
-    BlockProduct product(args);
-    for (;;) {
-      const i64 tile = next_tile.fetch_add(1, std::memory_order_relaxed);
-      if (tile >= grid.num_tiles()) return;
-      work(product, tile);
-    }
-  });
+  for_each_task(grid.num_tiles(), [&] { return BlockProduct(args); }, work);
 }
 
 // --- outputs of the plain GEMM -------------------------------------------------------------------

@@ -234,6 +234,27 @@ void require_separate_rows(const char* op, const char* argument, const at::Tenso
                   argument, stride, columns));
 }
 
+// Sufficient, and what views of a larger tensor are: each stride steps over all that smaller ones
+// reach.
+void require_no_self_overlap(const char* op, const char* argument, const at::Tensor& out) {
+  if (is_empty(out)) return;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t i = 0; i < out.dim(); ++i) {
+    const int64_t size = size_of(out, i), stride = stride_of(out, i);
+    if (size == kUnknown || stride == kUnknown) return;
+    if (size > 1) dims.push_back({stride, size});
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dims) {
+    if (stride <= reach)
+      throw ValueError(
+          fmt::format("{}: {} must have elements that do not overlap, got strides [{}]", op,
+                      argument, numbers(out.sym_strides())));
+    reach += (size - 1) * stride;
+  }
+}
+
 void require_no_overlap(const char* op, const char* name, const at::Tensor& out,
                         const char* argument, const at::Tensor& input) {
   if (!has_memory(out) || !has_memory(input)) return;

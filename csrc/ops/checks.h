@@ -51,6 +51,8 @@ void require_no_grad(const char* op, const char* argument, const at::Tensor& ten
 // Rows of what is to be written apart from each other, and its extent, first to last byte, from
 // that of `input`.
 void require_separate_rows(const char* op, const char* argument, const at::Tensor& out);
+// No element of what is to be written shares memory with another one of it.
+void require_no_self_overlap(const char* op, const char* argument, const at::Tensor& out);
 void require_no_overlap(const char* op, const char* name, const at::Tensor& out,
                         const char* argument, const at::Tensor& input);
 

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include "deep_kernels/contract/mqa_logits.h"
+#include "ops/attention.h"
 #include "ops/mqa_fold.h"
 #include "ops/mqa_logits.h"
 #include "ops/mqa_rebase.h"
@@ -136,11 +137,23 @@ std::vector<BuildReport> silu_mul_prepare(CaseReader& reader, const Arch& arch) 
   return {build(arch.target, choose_silu_mul_spec(read_silu_mul_case(reader)))};
 }
 
-// Named in the contracts, not built yet: any case is refused with the same sentence.
-std::optional<std::string> not_yet(CaseReader&, Backend) {
-  return std::string("this op is not part of this version yet");
+std::optional<std::string> attention_op_refusal(CaseReader& reader, Backend backend) {
+  const AttentionCase wanted = read_attention_case(reader);
+  reader.finish();
+  return attention_refusal(wanted, backend);
 }
-std::vector<BuildReport> prepare_nothing(CaseReader&, const Arch&) { return {}; }
+
+// Calls that leave num_splits open may take either kernel, by their sizes.
+std::vector<BuildReport> attention_prepare(CaseReader& reader, const Arch& arch) {
+  const AttentionCase wanted = read_attention_case(reader);
+  const bool may_split = wanted.num_splits != 1, may_not = wanted.num_splits.value_or(1) == 1;
+  std::vector<BuildReport> reports;
+  if (may_not) reports.push_back(build(arch.target, choose_attention_spec(wanted, arch, false)));
+  if (!may_split) return reports;
+  reports.push_back(build(arch.target, choose_attention_spec(wanted, arch, true)));
+  reports.push_back(build(arch.target, choose_attention_join_spec(wanted)));
+  return reports;
+}
 
 constexpr Op kOps[] = {
     {"fp8_fp4_mqa_logits", mqa_refusal, mqa_prepare},
@@ -150,8 +163,8 @@ constexpr Op kOps[] = {
     {kSiluFoldOp, silu_op_refusal<read_silu_fold_case>, silu_fold_prepare},
     {kBlockGemmOp, silu_op_refusal<read_block_gemm_case>, block_gemm_prepare},
     {kSiluMulOp, silu_op_refusal<read_silu_mul_case>, silu_mul_prepare},
-    {"flash_attn_fwd", not_yet, prepare_nothing},
-    {"flash_attn_varlen_fwd", not_yet, prepare_nothing},
+    {kAttentionOp, attention_op_refusal, attention_prepare},
+    {kVarlenAttentionOp, attention_op_refusal, attention_prepare},
 };
 
 const Op& find(const std::string& name) {
@@ -229,6 +242,7 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
 std::vector<TuningRow> tuning_rows() {
   std::vector<TuningRow> rows = mqa_logits_tuning();
   for (TuningRow& row : silu_tuning()) rows.push_back(std::move(row));
+  for (TuningRow& row : attention_tuning()) rows.push_back(std::move(row));
   return rows;
 }
 

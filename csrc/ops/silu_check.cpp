@@ -45,11 +45,6 @@ void check_weight(const char* op, const char* name, const at::Tensor& w) {
   require_16_bytes(op, name, w, 1);
 }
 
-void check_devices(const char* op, const NamedTensors& inputs) {
-  for (const NamedTensor& input : inputs)
-    require_device(op, input.name, input.tensor(), inputs[0].tensor().device(), inputs[0].name);
-}
-
 double positive(const char* op, const char* name, double value) {
   if (!(value > 0.0))
     throw ValueError(fmt::format("{}: {} must be greater than 0, got {}", op, name, value));
@@ -128,7 +123,7 @@ GemmProblem check_silu_fold_inputs(const SiluFoldCall& call) {
   require(op, "w_scale", call.w_scale, {at::kFloat, at::kBFloat16},
           {{"2 * ceil(intermediate_size / 128)", blocks == kUnknown ? kUnknown : 2 * blocks},
            {"ceil(k / 128)", blocks_of(p.k)}});
-  check_devices(op, inputs_of(call));
+  require_one_device(op, inputs_of(call));
   p.wanted = activation_case(op, call.activation);
   p.wanted.rounding = call.round_bf16 ? Rounding::bfloat16 : Rounding::float32;
   if (!call.round_bf16 && call.fused == false)
@@ -155,7 +150,7 @@ GemmProblem check_block_gemm_inputs(const BlockGemmCall& call) {
               {{"num_tokens", p.num_tokens}, {"n", p.num_columns}});
     require_rows(op, "residual", *call.residual);
   }
-  check_devices(op, inputs_of(call));
+  require_one_device(op, inputs_of(call));
   return p;
 }
 

@@ -1,8 +1,7 @@
 // What calls of the FP8 prefill MLP must look like, whether they run or are being traced.
 #pragma once
 
-#include <c10/util/SmallVector.h>
-
+#include "ops/named_tensor.h"
 #include "ops/silu_fold.h"
 
 namespace deep_kernels {
@@ -29,17 +28,6 @@ inline constexpr const char* kUnroundedSplit =
     "round_bf16 must be True with fused=False, whose two launches meet in bfloat16, got False";
 inline constexpr const char* kGemmDtypes = "out_dtype must be bfloat16 or float32";
 
-class NamedTensor {
- public:
-  NamedTensor(const char* name, const at::Tensor& tensor) : name(name), tensor_(&tensor) {}
-  const at::Tensor& tensor() const { return *tensor_; }
-
-  const char* name;
-
- private:
-  const at::Tensor* tensor_;
-};
-using NamedTensors = c10::SmallVector<NamedTensor, 5>;  // all of a call, without an allocation
 NamedTensors inputs_of(const SiluFoldCall& call);
 NamedTensors inputs_of(const BlockGemmCall& call);
 NamedTensors inputs_of(const SiluMulCall& call);

@@ -7,6 +7,7 @@
 #include "ops/checks.h"
 #include "ops/device.h"
 #include "ops/mqa_shared.h"
+#include "ops/place.h"
 #include "ops/silu_check.h"
 #include "runtime/errors.h"
 
@@ -16,25 +17,9 @@ namespace {
 
 using namespace checks;
 
-// Where a call runs: on the CPU backend, or on a card or the emulator that stands in for one.
-struct Place {
-  c10::Device device;
-  std::optional<Arch> arch;  // nothing: the CPU backend
-};
-
-Place place_of(const char* op, const NamedTensor& first, const std::optional<std::string>& arch) {
-  const c10::Device device = first.tensor().device();
-  if (device.is_cpu()) return {device, emulator::arch_of(op, arch)};
-  if (!device.is_cuda())
-    throw ValueError(fmt::format("{}: {} must be on a CPU or CUDA device, got {}", op, first.name,
-                                 device.str()));
-  return {device, arch_of_call(op, arch, device)};
-}
-
 void refuse_unsupported(const char* op, const Place& place) {
-  const Backend backend = place.arch ? place.arch->backend : Backend::cpu;
   // Of the case its checks have refused already what no backend serves.
-  if (const auto reason = silu_refusal({}, backend))
+  if (const auto reason = silu_refusal({}, place.backend()))
     throw UnsupportedError(fmt::format("{}: {}", op, *reason));
 }
 
@@ -74,15 +59,6 @@ BlockScaledArgs gemm_args(const at::Tensor& x, const at::Tensor& x_scale, const 
           .num_tokens = static_cast<i32>(x.size(0)),
           .k = static_cast<i32>(x.size(1)),
           .w_scale_dtype = mqa::contract_dtype(w_scale.scalar_type())};
-}
-
-std::vector<emulator::Buffer> buffers_of(const NamedTensors& inputs, const NamedTensors& outs) {
-  std::vector<emulator::Buffer> all;
-  for (const NamedTensor& out : outs)
-    all.push_back(emulator::buffer(out.name, out.tensor(), /*writable=*/true));
-  for (const NamedTensor& input : inputs)
-    all.push_back(emulator::buffer(input.name, input.tensor()));
-  return all;
 }
 
 void run_fold(const SiluFoldCall& call, const SiluCase& wanted, const Place& place,

@@ -1,0 +1,392 @@
+// Flash attention forward: what host, kernels and the CPU backend have to agree on.
+//
+//   s[i][j] = scale * log2(e) * dot(q[i], k[j]),   p[i][j] = 2^(s[i][j] - m[i]),
+//   out[i]  = sum_j p[i][j] v[j] / sum_j p[i][j],  lse[i] = ln(2) * (m[i] + log2(sum_j p[i][j]))
+//
+// over the keys j that query i sees; a kv head serves num_q_heads / num_kv_heads query heads.
+#pragma once
+
+#include "deep_kernels/contract/types.h"
+
+namespace deep_kernels {
+
+inline constexpr double kLog2E = 1.4426950408889634;
+inline constexpr i32 kMaxKvSplits = 128;
+
+struct AttentionArgs {
+  const u16* q;             // [batch, num_q, num_q_heads, head_dim] bfloat16 | float16
+  const u16* k;             // [batch, num_kv, num_kv_heads, head_dim] as q
+  const u16* v;             // as k
+  u16* out;                 // as q
+  float* lse;               // [batch, num_q_heads, num_q], rows contiguous
+  const i32* cu_seqlens_q;  // [batch + 1]; null: every member has num_q queries
+  const i32* cu_seqlens_k;  // [batch + 1]; null with cu_seqlens_q
+  float* partial_out;       // [num_splits, num_rows(), head_dim], each divided by its own sum
+  float* partial_lse;       // [num_splits, num_rows()], base 2; both null where num_splits is 1
+  // Strides in elements; head_dim has stride 1. With cu_seqlens there is no batch dimension: tokens
+  // of all members follow each other, and so do those of lse, [num_q_heads, total_q].
+  i64 q_batch_stride, q_token_stride, q_head_stride;
+  i64 k_batch_stride, k_token_stride, k_head_stride;
+  i64 v_batch_stride, v_token_stride, v_head_stride;
+  i64 out_batch_stride, out_token_stride, out_head_stride;
+  i64 total_q;  // tokens of all members
+  i64 total_kv;
+  i32 batch;
+  i32 num_q;  // of a member; with cu_seqlens what the caller said is the most, which may be wrong
+  i32 num_kv;
+  i32 num_q_heads;
+  i32 num_kv_heads;
+  i32 num_splits;    // parts of the keys that are worked on apart and joined
+  float scale_log2;  // softmax_scale * log2(e)
+
+  constexpr i32 heads_per_kv() const { return num_q_heads / num_kv_heads; }
+  constexpr i64 num_rows() const { return total_q * num_q_heads; }
+};
+
+// --- which keys a query sees
+// ----------------------------------------------------------------------
+
+// One member of the batch. What cu_seqlens says is cut to what is there.
+struct AttentionMember {
+  i64 batch;    // along the batch strides: 0 with cu_seqlens
+  i64 first_q;  // along the token strides: 0 without
+  i64 first_kv;
+  i32 num_q;
+  i32 num_kv;
+};
+constexpr AttentionMember attention_member(const AttentionArgs& args, i32 index) {
+  if (args.cu_seqlens_q == nullptr) return {index, 0, 0, args.num_q, args.num_kv};
+  const i64 q = clamp_to<i64>(args.cu_seqlens_q[index], 0, args.total_q);
+  const i64 kv = clamp_to<i64>(args.cu_seqlens_k[index], 0, args.total_kv);
+  return {0, q, kv,
+          static_cast<i32>(clamp_to<i64>(args.cu_seqlens_q[index + 1], q, args.total_q) - q),
+          static_cast<i32>(clamp_to<i64>(args.cu_seqlens_k[index + 1], kv, args.total_kv) - kv)};
+}
+
+// Where the results of a query and head stand in partial_out and partial_lse, and in lse.
+constexpr i64 attention_row(const AttentionArgs& args, const AttentionMember& member, i32 head,
+                            i32 query) {
+  return (member.batch * args.num_q + member.first_q + query) * args.num_q_heads + head;
+}
+constexpr i64 attention_lse_index(const AttentionArgs& args, const AttentionMember& member,
+                                  i32 head, i32 query) {
+  const i64 tokens = args.cu_seqlens_q == nullptr ? args.num_q : args.total_q;
+  return (member.batch * args.num_q_heads + head) * tokens + member.first_q + query;
+}
+
+// Query i sees the keys [0, end). Causal masks end at the bottom right.
+constexpr i32 attention_visible_end(i32 query, i32 num_q, i32 num_kv, bool causal) {
+  if (!causal) return num_kv;
+  return static_cast<i32>(clamp_to<i64>(i64{query} + 1 + num_kv - num_q, 0, num_kv));
+}
+
+// Tiles of keys begin at multiples of their size whatever the queries are, so that a row is worked
+// on alike wherever it stands. A split takes [begin, end) of them.
+struct KeyTiles {
+  i32 begin;
+  i32 end;
+};
+constexpr KeyTiles attention_split(i32 split, i32 num_splits, i32 num_kv, i32 tile_keys) {
+  const i64 tiles = ceil_div(num_kv, tile_keys);
+  return {static_cast<i32>(tiles * split / num_splits),
+          static_cast<i32>(tiles * (split + 1) / num_splits)};
+}
+
+// --- softmax
+// --------------------------------------------------------------------------------------
+
+// A row's reference m follows its maximum only where that is greater by more than this, base 2: a
+// power stays below 2^8, which float32 sums and both dtypes of P hold. Rows decide by themselves; a
+// vote among them may only skip what none of them needs. The first tile with a score above -inf
+// always sets it.
+inline constexpr float kRescaleThreshold = 8.0f;
+constexpr bool attention_rescales(float reference, float maximum) {
+  return maximum > reference + kRescaleThreshold;
+}
+
+// 2^x by fused multiply-adds: x, at least kEx2Lowest, is split into its floor, by adding kEx2Magic
+// rounding down, and a fraction f in [0, 1]; the polynomial 1 + c1 f + c2 f^2 + .. is evaluated
+// from the highest coefficient on, and the floor added to its exponent as an integer. NaN stays.
+// Worst relative error on [-126, 8], coefficients and sums in float32, every f that is a multiple
+// of 2^-24: degree 3 8.57e-5, degree 4 2.96e-6. Below -126 results are subnormal, off by at most
+// 2^-127, and that of kEx2Lowest, which stands for all below it and for masked scores, is exactly
+// 0, since the polynomial is exactly 1 at 0. Coefficients are the minimax ones under that
+// condition, by Remez' exchange.
+inline constexpr float kEx2Lowest = -127.0f;
+inline constexpr float kEx2Magic = 12582912.0f;  // 1.5 * 2^23
+inline constexpr float kEx2Degree3[] = {0.695116758f, 0.227644995f, 0.0770670399f};
+inline constexpr float kEx2Degree4[] = {0.693044841f, 0.241280198f, 0.0522424728f, 0.0134266838f};
+
+// P is rounded to the dtype of V: degree 3 changes 1% of bfloat16 values, but 8% of float16 ones.
+constexpr i32 ex2_degree(DType dtype) { return dtype == DType::float16 ? 4 : 3; }
+
+// How a thread holds its part of a row of one tile of scores: `count` pieces of `length` elements
+// in the order of the accumulator.
+struct RowFragments {
+  i32 length;
+  i32 count;
+};
+inline constexpr i32 kCpuTileKeys = 128;
+constexpr RowFragments attention_fragments(Backend backend, i32 tile_keys) {
+  if (backend == Backend::cpu) return {32, tile_keys / 32};
+  return {tile_keys / 4, 1};  // both MMA leave two neighbours of every eight columns to a lane
+}
+inline constexpr i32 kMaxFragment = 64;  // elements, of any tile that a Spec may have
+
+// Which exponentials are emulated. All 0: none.
+struct Ex2Emulation {
+  u8 freq;
+  u8 res;
+  u8 start_fragment;
+
+  constexpr bool operator==(const Ex2Emulation&) const = default;
+};
+
+// Whether element k of a fragment is emulated. Pairs are alike, and only the even k counts: (4, 3)
+// takes every second pair.
+template <class Int>
+constexpr bool ex2_pair_is_emulated(Int freq, Int res, Int k) {
+  return freq > 0 && (k - k % 2) % freq >= freq - res;
+}
+// The last fragment is left out where there are several, and those before the first one asked for.
+constexpr bool ex2_fragment_is_emulated(i64 start, i32 fragment, i32 count) {
+  return fragment >= start && (count == 1 || fragment + 1 < count);
+}
+constexpr bool ex2_is_emulated(Ex2Emulation ex2, i32 k, i32 fragment, i32 count) {
+  return ex2_fragment_is_emulated(ex2.start_fragment, fragment, count) &&
+         ex2_pair_is_emulated<i32>(ex2.freq, ex2.res, k);
+}
+
+// Emulated elements of a row; any freq and 0 <= res <= freq.
+constexpr i64 ex2_num_emulated(i64 freq, i64 res, i64 start, RowFragments fragments) {
+  i64 of_fragment = 0;
+  for (i32 k = 0; k < fragments.length; ++k) of_fragment += ex2_pair_is_emulated<i64>(freq, res, k);
+  const i64 eligible = fragments.count == 1 ? 1 : fragments.count - 1;
+  return of_fragment * max_of<i64>(eligible - start, 0);
+}
+
+// The same set of elements in few words: what emulates nothing is {}, and a freq beyond every
+// fragment is cut to their length.
+constexpr Ex2Emulation ex2_canonical(i64 freq, i64 res, i64 start, RowFragments fragments) {
+  if (ex2_num_emulated(freq, res, start, fragments) == 0) return {};
+  if (freq > kMaxFragment) {
+    res = kMaxFragment - (freq - res);
+    freq = kMaxFragment;
+  }
+  return {static_cast<u8>(freq), static_cast<u8>(res), static_cast<u8>(start)};
+}
+
+// --- kernels
+// --------------------------------------------------------------------------------------
+
+inline constexpr i32 kHeadPanel = 64;  // elements: 128 bytes, the widest swizzle
+
+template <class Map>
+struct AttentionMaps {
+  Map q;  // (64, tokens, head_dim / 64, heads, batch), box (64, tile_rows, head_dim / 64)
+  Map k;  // the same with tile_keys
+  Map v;
+};
+
+// What the compiler gets. All members are one byte wide: hashable as bytes, no padding.
+struct AttentionSpec {
+  Backend backend;  // sm89 | sm90
+  DType dtype;      // bfloat16 | float16
+  u8 head_panels;   // head_dim / 64: 1, 2 or 4
+  bool causal;
+  bool varlen;  // tokens by cu_seqlens
+  bool split;   // writes partial_out and partial_lse
+  u8 ex2_freq;
+  u8 ex2_res;
+  u8 ex2_start_fragment;
+  u8 tile_rows;  // queries: sm90 64 per math warpgroup, sm89 16 per warp
+  u8 tile_keys;
+  u8 k_stages;
+  u8 v_stages;
+
+  static constexpr const char* op() { return "attention"; }
+
+  template <class Visit>
+  constexpr void fields(Visit&& visit) const {
+    visit("backend", backend);
+    visit("dtype", dtype);
+    visit("head_panels", head_panels);
+    visit("causal", causal);
+    visit("varlen", varlen);
+    visit("split", split);
+    visit("ex2_freq", ex2_freq);
+    visit("ex2_res", ex2_res);
+    visit("ex2_start_fragment", ex2_start_fragment);
+    visit("tile_rows", tile_rows);
+    visit("tile_keys", tile_keys);
+    visit("k_stages", k_stages);
+    visit("v_stages", v_stages);
+  }
+
+  constexpr i32 head_dim() const { return head_panels * kHeadPanel; }
+  constexpr Ex2Emulation ex2() const { return {ex2_freq, ex2_res, ex2_start_fragment}; }
+  constexpr RowFragments fragments() const { return attention_fragments(backend, tile_keys); }
+  constexpr i32 num_threads() const {
+    return backend == Backend::sm90 ? 128 * (tile_rows / 64 + 1) : 2 * tile_rows;
+  }
+  constexpr i32 smem_bytes() const {
+    const i32 rows = tile_rows + (k_stages + v_stages) * tile_keys;
+    return rows * head_dim() * 2 + (backend == Backend::sm90 ? 1024 : 0);  // barriers
+  }
+  static constexpr i32 spill_limit_bytes() { return 0; }
+  // Both products of a tile; scores of the first tile and P V of the last stand alone, and a causal
+  // kernel has its masked tiles in a loop of their own.
+  constexpr i32 num_wgmma() const {
+    if (backend != Backend::sm90) return 0;
+    return (causal ? 3 : 2) * (head_dim() / 16 + tile_keys / 16);
+  }
+  // Blocks take tiles of queries of one head in turn. With cu_seqlens as many as fit the totals:
+  // what the caller said is the longest member is not relied on.
+  constexpr i64 num_tiles(const AttentionArgs& args) const {
+    const i64 rows = varlen ? ceil_div<i64>(args.total_q, tile_rows) + args.batch
+                            : i64{ceil_div<i32>(args.num_q, tile_rows)} * args.batch;
+    return rows * args.num_q_heads * args.num_splits;
+  }
+  constexpr i32 grid(const AttentionArgs& args, i32 num_sms) const {
+    return static_cast<i32>(clamp_to<i64>(num_tiles(args), 1, num_sms));
+  }
+  static constexpr i64 workspace_bytes(const AttentionArgs& args, i32 head_dim) {
+    return args.num_splits == 1 ? 0 : 4 * args.num_splits * args.num_rows() * (head_dim + 1);
+  }
+  constexpr bool operator==(const AttentionSpec&) const = default;
+  // Why this Spec may not exist; null if it may.
+  constexpr const char* invalid() const {
+    if (backend != Backend::sm89 && backend != Backend::sm90) return "backend must be sm89 or sm90";
+    if (dtype == DType::float32) return "dtype must be bfloat16 or float16";
+    if (head_panels != 1 && head_panels != 2 && head_panels != 4)
+      return "head_dim must be 64, 128 or 256";
+    if (ex2_res > ex2_freq) return "ex2_res must be at most ex2_freq";
+    const i32 row_unit = backend == Backend::sm90 ? 64 : 16;
+    if (tile_rows == 0 || tile_rows % row_unit != 0) return "tile_rows must be whole MMA rows";
+    if (tile_keys == 0 || tile_keys % 16 != 0 || fragments().length > kMaxFragment)
+      return "tile_keys must be a multiple of 16 up to 240";
+    if (k_stages == 0 || v_stages == 0) return "k_stages and v_stages must be at least 1";
+    if (smem_bytes() > limits_of(backend).max_smem_bytes) return "not enough shared memory";
+    return nullptr;
+  }
+};
+
+// Tiles by what was measured (H200, 2026-11: benchmarks of a study; sm89: what fits).
+struct AttentionTile {
+  u8 rows;
+  u8 keys;
+  u8 k_stages;
+  u8 v_stages;
+};
+constexpr AttentionTile attention_tile(Backend backend, i32 head_dim, bool causal) {
+  if (backend == Backend::sm89)
+    return head_dim == 256 ? AttentionTile{64, 32, 2, 2} : AttentionTile{64, 64, 2, 2};
+  if (head_dim == 64) return {192, 128, 2, 2};
+  if (head_dim == 128) return {192, 80, 3, 3};
+  return causal ? AttentionTile{128, 64, 3, 2} : AttentionTile{128, 80, 2, 2};
+}
+
+// Emulation that is compiled ahead; other values are legal and compiled when they are asked for.
+inline constexpr Ex2Emulation kPublishedEx2[] = {{0, 0, 0}, {4, 3, 0}, {14, 6, 0}};
+
+template <class Visit>
+constexpr void for_each_attention_spec(Backend backend, Visit&& visit) {
+  for (DType dtype : {DType::bfloat16, DType::float16})
+    for (u8 panels : {u8{1}, u8{2}, u8{4}})
+      for (bool causal : {false, true})
+        for (bool varlen : {false, true})
+          for (bool split : {false, true})
+            for (Ex2Emulation ex2 : kPublishedEx2) {
+              const auto [rows, keys, k_stages, v_stages] =
+                  attention_tile(backend, panels * kHeadPanel, causal);
+              const AttentionSpec spec{backend,  dtype,   panels,
+                                       causal,   varlen,  split,
+                                       ex2.freq, ex2.res, ex2.start_fragment,
+                                       rows,     keys,    k_stages,
+                                       v_stages};
+              if (spec.invalid() == nullptr) visit(spec);
+            }
+}
+
+// Both dtypes have two bytes, and nothing is computed by a copy: zeros beyond the end are alike. Of
+// no tokens there can be no map (rank 0), and nothing asks for one.
+template <class Map>
+constexpr Map attention_map(const u16* base, i64 tokens, i64 heads, i64 batch, i64 token_stride,
+                            i64 head_stride, i64 batch_stride, i32 head_dim, i32 box_tokens) {
+  Map map{};
+  map.base = base;
+  map.rank = tokens == 0 ? 0 : 5;
+  map.type = MapType::bf16_;
+  map.swizzle = Swizzle::b128;
+  const i64 dims[] = {kHeadPanel, tokens, head_dim / kHeadPanel, heads, batch};
+  const i64 strides[] = {1, token_stride, kHeadPanel, head_stride, batch_stride};
+  const i32 box[] = {kHeadPanel, box_tokens, head_dim / kHeadPanel, 1, 1};
+  for (i32 i = 0; i < 5; ++i) {
+    map.dims[i] = dims[i];
+    map.strides[i] = i == 0 ? 1 : 2 * strides[i];  // bytes
+    map.box[i] = box[i];
+  }
+  return map;
+}
+
+template <class Map = MapDescription>
+constexpr AttentionMaps<Map> attention_maps(const AttentionArgs& args, const AttentionSpec& spec) {
+  const bool packed = args.cu_seqlens_q != nullptr;
+  const i64 batch = packed ? 1 : args.batch;
+  const i64 num_q = packed ? args.total_q : args.num_q;
+  const i64 num_kv = packed ? args.total_kv : args.num_kv;
+  const i32 dim = spec.head_dim();
+  AttentionMaps<Map> maps{};
+  maps.q = attention_map<Map>(args.q, num_q, args.num_q_heads, batch, args.q_token_stride,
+                              args.q_head_stride, args.q_batch_stride, dim, spec.tile_rows);
+  maps.k = attention_map<Map>(args.k, num_kv, args.num_kv_heads, batch, args.k_token_stride,
+                              args.k_head_stride, args.k_batch_stride, dim, spec.tile_keys);
+  maps.v = attention_map<Map>(args.v, num_kv, args.num_kv_heads, batch, args.v_token_stride,
+                              args.v_head_stride, args.v_batch_stride, dim, spec.tile_keys);
+  return maps;
+}
+
+// --- joining splits
+// -------------------------------------------------------------------------------
+
+struct AttentionJoinSpec {
+  Backend backend;  // sm89: for every card
+  DType dtype;
+  u8 head_panels;
+
+  static constexpr const char* op() { return "attention_join"; }
+
+  template <class Visit>
+  constexpr void fields(Visit&& visit) const {
+    visit("backend", backend);
+    visit("dtype", dtype);
+    visit("head_panels", head_panels);
+  }
+
+  static constexpr i32 num_threads() { return 256; }  // a warp for each row
+  static constexpr i32 smem_bytes() { return 0; }
+  static constexpr i32 spill_limit_bytes() { return 0; }
+  static constexpr i32 num_wgmma() { return 0; }
+  constexpr i32 grid(const AttentionArgs& args, i32 /*num_sms*/) const {
+    return static_cast<i32>(clamp_to<i64>(ceil_div<i64>(args.num_rows(), 8), 1, 1 << 20));
+  }
+  constexpr bool operator==(const AttentionJoinSpec&) const = default;
+  constexpr const char* invalid() const {
+    if (backend != Backend::sm89) return "one kernel serves every card";
+    if (dtype == DType::float32) return "dtype must be bfloat16 or float16";
+    return head_panels == 1 || head_panels == 2 || head_panels == 4
+               ? nullptr
+               : "head_dim must be 64, 128 or 256";
+  }
+};
+
+template <class Visit>
+constexpr void for_each_attention_join_spec(Backend backend, Visit&& visit) {
+  for (DType dtype : {DType::bfloat16, DType::float16})
+    for (u8 panels : {u8{1}, u8{2}, u8{4}}) {
+      const AttentionJoinSpec spec{backend, dtype, panels};
+      if (spec.invalid() == nullptr) visit(spec);
+    }
+}
+
+}  // namespace deep_kernels
