@@ -436,7 +436,7 @@ def check_budgets(root: Path, sources: list[Source]) -> tuple[list[Finding], lis
         found += budget.check("file-budget", source.path, 1, source.path, source.num_lines)
         for one in source.functions:
             found += function.check("function-budget", source.path, one.first, one.name, one.num_lines)
-    for path in sorted((root / "deep_kernels").glob("*.py")):
+    for path in sorted((root / "deep_kernels").rglob("*.py")):
         name = path.relative_to(root).as_posix()
         for one in python_functions(path):
             found += function.check("function-budget", name, one.first, one.name, one.num_lines)

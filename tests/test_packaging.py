@@ -68,7 +68,7 @@ def test_wheel_has_headers_stubs_and_marker_and_nothing_else(wheel: Path) -> Non
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
     assert HEADERS
-    modules = [f"deep_kernels/{path.name}" for path in sorted((ROOT / "deep_kernels").glob("*.py"))]
+    modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "deep_kernels").rglob("*.py")]
     extension = f"deep_kernels/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     expected = [*HEADERS, *modules, extension, "deep_kernels/_C.pyi", "deep_kernels/py.typed"]
     assert sorted(names) == sorted(expected)
