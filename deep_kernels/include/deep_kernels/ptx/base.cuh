@@ -133,6 +133,8 @@ DK_DEVICE u32 bytes_to_aligned(const void* address, u32 unit) {
 // --- arithmetic ---------------------------------------------------------------------------------
 
 DK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// a + b rounded toward minus infinity.
+DK_DEVICE float add_rm(float a, float b) { return __fadd_rd(a, b); }
 // max(a, b) where a NaN loses against a number.
 DK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
 // max(a, b) where a NaN wins.
@@ -186,6 +188,11 @@ DK_DEVICE u16 bf16_of(float value) {
 DK_DEVICE u32 bf16x2_of(float low, float high) {
   u32 bits;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+DK_DEVICE u32 f16x2_of(float low, float high) {
+  u32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
 }
 // Four bytes out of the eight of a (0 to 3) and b (4 to 7): nibble i of the selector's lower half

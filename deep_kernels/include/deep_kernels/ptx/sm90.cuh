@@ -256,6 +256,13 @@ DK_DEVICE void wgmma_wait_group(float (&d)[32]) {
                : "n"(kPending)
                : "memory");
 }
+// The same for any number of accumulators: behind the wait each of them passes through nothing.
+template <i32 kPending, i32 kCount>
+DK_DEVICE void wgmma_wait_group(float (&d)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#pragma unroll
+  for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
 // d = a * b + (accumulate ? d : 0): a [64, 32], b [n, 32] e4m3, both K-major in shared memory.
 DK_DEVICE void wgmma_m64n32k32_e4m3(float (&d)[16], u64 a, u64 b, bool accumulate) {
   asm volatile(
@@ -402,6 +409,139 @@ DK_DEVICE void wgmma_m64n128k32_e4m3(float (&d)[64], const u32 (&a)[4], u64 b, b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)),
         "n"(kSign));
 }
+
+// wgmma of 16-bit operands, written with macros: DK_PLACES_n names the operands 0 to n - 1 in the
+// text, DK_FLOATS_n(d) binds the floats of d to them. `type` is that of a and of b.
+#define DK_PLACES_TEN(t) \
+  "%" t "0, %" t "1, %" t "2, %" t "3, %" t "4, %" t "5, %" t "6, %" t "7, %" t "8, %" t "9"
+#define DK_PLACES_30 DK_PLACES_TEN("") ", " DK_PLACES_TEN("1") ", " DK_PLACES_TEN("2")
+#define DK_PLACES_60 \
+  DK_PLACES_30 ", " DK_PLACES_TEN("3") ", " DK_PLACES_TEN("4") ", " DK_PLACES_TEN("5")
+#define DK_PLACES_90 \
+  DK_PLACES_60 ", " DK_PLACES_TEN("6") ", " DK_PLACES_TEN("7") ", " DK_PLACES_TEN("8")
+#define DK_PLACES_120 \
+  DK_PLACES_90 ", " DK_PLACES_TEN("9") ", " DK_PLACES_TEN("10") ", " DK_PLACES_TEN("11")
+#define DK_PLACES_32 DK_PLACES_30 ", %30, %31"
+#define DK_PLACES_40 DK_PLACES_30 ", " DK_PLACES_TEN("3")
+#define DK_PLACES_64 DK_PLACES_60 ", %60, %61, %62, %63"
+#define DK_PLACES_128 DK_PLACES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+
+#define DK_FLOATS_AT(d, i)                                                                    \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define DK_FLOATS_32(d) \
+  DK_FLOATS_AT(d, 0), DK_FLOATS_AT(d, 8), DK_FLOATS_AT(d, 16), DK_FLOATS_AT(d, 24)
+#define DK_FLOATS_40(d) DK_FLOATS_32(d), DK_FLOATS_AT(d, 32)
+#define DK_FLOATS_64(d) \
+  DK_FLOATS_40(d), DK_FLOATS_AT(d, 40), DK_FLOATS_AT(d, 48), DK_FLOATS_AT(d, 56)
+#define DK_FLOATS_96(d)                                                           \
+  DK_FLOATS_64(d), DK_FLOATS_AT(d, 64), DK_FLOATS_AT(d, 72), DK_FLOATS_AT(d, 80), \
+      DK_FLOATS_AT(d, 88)
+#define DK_FLOATS_128(d)                                                            \
+  DK_FLOATS_96(d), DK_FLOATS_AT(d, 96), DK_FLOATS_AT(d, 104), DK_FLOATS_AT(d, 112), \
+      DK_FLOATS_AT(d, 120)
+
+// `operands` and `accumulate` are the places behind the accumulators', `transposed` says of each
+// operand in shared memory whether it is MN-major.
+#define DK_WGMMA_K16(shape, type, accumulators, operands, accumulate, transposed)              \
+  "{\n"                                                                                        \
+  ".reg .pred accumulate;\n"                                                                   \
+  "setp.ne.b32 accumulate, " accumulate                                                        \
+  ", 0;\n"                                                                                     \
+  "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" accumulators "}, " operands \
+  ", accumulate, 1, 1, " transposed                                                            \
+  ";\n"                                                                                        \
+  "}"
+
+// d = a * b + (accumulate ? d : 0): a [64, 16], b [n, 16], both K-major in shared memory.
+DK_DEVICE void wgmma_m64n64k16_bf16(float (&d)[32], u64 a, u64 b, bool accumulate) {
+  asm volatile(DK_WGMMA_K16("m64n64k16", "bf16", DK_PLACES_32, "%32, %33", "%34", "0, 0")
+               : DK_FLOATS_32(d)
+               : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n64k16_f16(float (&d)[32], u64 a, u64 b, bool accumulate) {
+  asm volatile(DK_WGMMA_K16("m64n64k16", "f16", DK_PLACES_32, "%32, %33", "%34", "0, 0")
+               : DK_FLOATS_32(d)
+               : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n80k16_bf16(float (&d)[40], u64 a, u64 b, bool accumulate) {
+  asm volatile(DK_WGMMA_K16("m64n80k16", "bf16", DK_PLACES_40, "%40, %41", "%42", "0, 0")
+               : DK_FLOATS_40(d)
+               : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n80k16_f16(float (&d)[40], u64 a, u64 b, bool accumulate) {
+  asm volatile(DK_WGMMA_K16("m64n80k16", "f16", DK_PLACES_40, "%40, %41", "%42", "0, 0")
+               : DK_FLOATS_40(d)
+               : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n128k16_bf16(float (&d)[64], u64 a, u64 b, bool accumulate) {
+  asm volatile(DK_WGMMA_K16("m64n128k16", "bf16", DK_PLACES_64, "%64, %65", "%66", "0, 0")
+               : DK_FLOATS_64(d)
+               : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n128k16_f16(float (&d)[64], u64 a, u64 b, bool accumulate) {
+  asm volatile(DK_WGMMA_K16("m64n128k16", "f16", DK_PLACES_64, "%64, %65", "%66", "0, 0")
+               : DK_FLOATS_64(d)
+               : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+// The same with a in registers and b [16, n] MN-major, k by k, in shared memory. Lane 4g + t of
+// warp w brings, for rows 16w + g (a[0], a[2]) and 16w + g + 8 (a[1], a[3]), the elements of k = 2t
+// and 2t + 1, the lower k in the lower half, and, in a[2] and a[3], those 8 further.
+DK_DEVICE void wgmma_m64n64k16_bf16(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      DK_WGMMA_K16("m64n64k16", "bf16", DK_PLACES_32, "{%32, %33, %34, %35}, %36", "%37", "1")
+      : DK_FLOATS_32(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n64k16_f16(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      DK_WGMMA_K16("m64n64k16", "f16", DK_PLACES_32, "{%32, %33, %34, %35}, %36", "%37", "1")
+      : DK_FLOATS_32(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n128k16_bf16(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      DK_WGMMA_K16("m64n128k16", "bf16", DK_PLACES_64, "{%64, %65, %66, %67}, %68", "%69", "1")
+      : DK_FLOATS_64(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n128k16_f16(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      DK_WGMMA_K16("m64n128k16", "f16", DK_PLACES_64, "{%64, %65, %66, %67}, %68", "%69", "1")
+      : DK_FLOATS_64(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n256k16_bf16(float (&d)[128], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(DK_WGMMA_K16("m64n256k16", "bf16", DK_PLACES_128, "{%128, %129, %130, %131}, %132",
+                            "%133", "1")
+               : DK_FLOATS_128(d)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+                 "r"(static_cast<i32>(accumulate)));
+}
+DK_DEVICE void wgmma_m64n256k16_f16(float (&d)[128], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(DK_WGMMA_K16("m64n256k16", "f16", DK_PLACES_128, "{%128, %129, %130, %131}, %132",
+                            "%133", "1")
+               : DK_FLOATS_128(d)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+                 "r"(static_cast<i32>(accumulate)));
+}
+
+#undef DK_PLACES_TEN
+#undef DK_PLACES_30
+#undef DK_PLACES_60
+#undef DK_PLACES_90
+#undef DK_PLACES_120
+#undef DK_PLACES_32
+#undef DK_PLACES_40
+#undef DK_PLACES_64
+#undef DK_PLACES_128
+#undef DK_FLOATS_AT
+#undef DK_FLOATS_32
+#undef DK_FLOATS_40
+#undef DK_FLOATS_64
+#undef DK_FLOATS_96
+#undef DK_FLOATS_128
+#undef DK_WGMMA_K16
 
 // --- dependent launch ----------------------------------------------------------------------------
 

@@ -30,4 +30,33 @@ struct KMajorDescriptor {
   static DK_DEVICE u64 make(u32 low) { return (static_cast<u64>(kHigh) << 32) | low; }
 };
 
+// A tile of 16-bit elements in panels, as TMA writes it with a box of (64 elements, rows, panels)
+// and the 128-byte swizzle: [panel of 64 elements][kRows rows][128 bytes], from a multiple of 1024
+// bytes on. Steps are in units of 16 bytes: what a descriptor's low word grows by.
+
+// Rows of such a tile against k along the row (the Q and K of attention), by KMajorDescriptor<128>:
+// from the tile's first element of k to that of its step `k` of 16 elements.
+template <i32 kRows>
+DK_DEVICE u32 k_major_step(i32 k) {
+  return static_cast<u32>((k / 4 * (kRows * 128) + k % 4 * 32) >> 4);
+}
+
+// The tile transposed: k along the rows, n along the row and from panel to panel (the V of
+// attention). Bits as above, but 16-29 hold what lies between panels of 64 elements / 16, and 32-45
+// what lies between groups of 8 rows / 16.
+template <i32 kRows>
+struct MnMajorDescriptor {
+  static_assert(kRows % 16 == 0, "k of a wgmma is 16 rows");
+  static constexpr u32 kPanelUnits = static_cast<u32>(kRows * 128) >> 4;
+  static_assert(kPanelUnits < 1u << 14, "a panel's stride has 14 bits");
+  static constexpr u32 kHigh = static_cast<u32>(8 * 128 >> 4) | (1u << 30);
+
+  static DK_DEVICE u32 low(u32 smem_addr) {
+    return ((smem_addr & 0x3ffffu) >> 4) | (kPanelUnits << 16);
+  }
+  static DK_DEVICE u64 make(u32 low) { return (static_cast<u64>(kHigh) << 32) | low; }
+  // From the tile's first row to those of its step `k` of 16 rows.
+  static DK_DEVICE u32 step(i32 k) { return static_cast<u32>(k * 16 * 128) >> 4; }
+};
+
 }  // namespace deep_kernels::tile
