@@ -58,6 +58,7 @@ enum class Meeting : u8 {
   reduce_min,
   reduce_max,
   ldmatrix,
+  ldmatrix_trans,
   mma,
   barrier,
   registers,
@@ -76,13 +77,13 @@ struct LdmatrixOperands {
   u32* fragment;
   u32 addr;
 };
-enum class MmaType : u8 { e4m3, f16 };  // 32 or 16 of k: rows of 32 bytes
+enum class MmaType : u8 { e4m3, f16, bf16 };  // 32 or 16 of k: rows of 32 bytes
 struct MmaOperands {
   float* d;
   const u32* a;
   const u32* b;
 };
-void ldmatrix(u32* fragment, i32 count, u32 addr, At at);
+void ldmatrix(u32* fragment, i32 count, bool transposed, u32 addr, At at);
 void mma_m16n8(MmaType type, float* d, const u32* a, const u32* b, At at);
 
 void sync_threads(At at);

@@ -5,24 +5,31 @@
 
 namespace deep_kernels::emulator {
 
-void ldmatrix(u32* fragment, i32 count, u32 addr, At at) {
+void ldmatrix(u32* fragment, i32 count, bool transposed, u32 addr, At at) {
   LdmatrixOperands operands{fragment, addr};
-  meet(Meeting::ldmatrix, reinterpret_cast<u64>(&operands), count, at);
+  meet(transposed ? Meeting::ldmatrix_trans : Meeting::ldmatrix, reinterpret_cast<u64>(&operands),
+       count, at);
 }
 
 void run_ldmatrix(Warp& warp, i32 first_thread, i32 count, Place at) {
   SharedMemory& memory = own_memory();
+  const bool transposed = warp.meeting == Meeting::ldmatrix_trans;
   for (i32 matrix = 0; matrix < count; ++matrix) {
+    u16 element[8][8];
     for (i32 row = 0; row < 8; ++row) {
       const i32 giver = 8 * matrix + row;
       const u32 addr = reinterpret_cast<const LdmatrixOperands*>(warp.value[giver])->addr;
       memory.check_range(addr, 16, 16, "ldmatrix", at);
       memory.read(addr, 16, first_thread + giver, at);
-      for (i32 lane = 0; lane < 4; ++lane) {
-        const auto* operands =
-            reinterpret_cast<const LdmatrixOperands*>(warp.value[4 * row + lane]);
-        std::memcpy(&operands->fragment[matrix], memory.data(addr + 4 * lane), 4);
-      }
+      std::memcpy(element[row], memory.data(addr), 16);
+    }
+    for (i32 lane = 0; lane < kWarp; ++lane) {
+      const i32 line = lane / 4;
+      const i32 first = lane % 4 * 2;
+      const u16 low = transposed ? element[first][line] : element[line][first];
+      const u16 high = transposed ? element[first + 1][line] : element[line][first + 1];
+      reinterpret_cast<const LdmatrixOperands*>(warp.value[lane])->fragment[matrix] =
+          low | static_cast<u32>(high) << 16;
     }
   }
 }
@@ -53,14 +60,16 @@ void run_mma(Warp& warp, Place) {
     for (i32 i = 0; i < 2; ++i)
       std::memcpy(b + group * 32 + i * 16 + in_group * 4, &operands(lane).b[i], 4);
   }
-  if (static_cast<MmaType>(warp.parameter[0]) == MmaType::e4m3) {
+  const auto type = static_cast<MmaType>(warp.parameter[0]);
+  if (type == MmaType::e4m3) {
     tensor_core::mma_m16n8k32_e4m3(a, b, c);
   } else {
     u16 wide_a[16 * 16];
     u16 wide_b[8 * 16];
     std::memcpy(wide_a, a, sizeof(a));
     std::memcpy(wide_b, b, sizeof(b));
-    tensor_core::step_k16(tensor_core::Half::f16, 16, 8, wide_a, wide_b, c);
+    const auto half = type == MmaType::f16 ? tensor_core::Half::f16 : tensor_core::Half::bf16;
+    tensor_core::step_k16(half, 16, 8, wide_a, wide_b, c);
   }
   for (i32 lane = 0; lane < kWarp; ++lane)
     for (i32 i = 0; i < 4; ++i)

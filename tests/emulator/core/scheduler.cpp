@@ -339,7 +339,7 @@ namespace {
 const char* meeting_name(Meeting what) {
   constexpr const char* names[] = {
       "sync_warp",        "shuffle",           "shuffle_xor", "shuffle_up", "any",
-      "reduce_add",       "reduce_min",        "reduce_max",  "ldmatrix",   "mma",
+      "reduce_add",       "reduce_min",        "reduce_max",  "ldmatrix",   "ldmatrix.trans", "mma",
       "barrier_sync",     "set_max_registers", "wgmma_fence", "wgmma",      "wgmma_commit_group",
       "wgmma_wait_group", "cluster_arrive",    "cluster_wait"};
   return names[static_cast<u8>(what)];
@@ -409,6 +409,7 @@ void hold_meeting(i32 index, Place at) {
       break;
     }
     case Meeting::ldmatrix:
+    case Meeting::ldmatrix_trans:
       run_ldmatrix(warp, index * kWarp, static_cast<i32>(warp.parameter[0]), at);
       break;
     case Meeting::mma:

@@ -133,7 +133,7 @@ DK_DEVICE u32 bytes_to_aligned(const void* address, u32 unit) {
 // --- arithmetic ---------------------------------------------------------------------------------
 
 DK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-// a + b rounded toward minus infinity.
+// a + b rounded toward -inf.
 DK_DEVICE float add_rm(float a, float b) { return __fadd_rd(a, b); }
 // max(a, b) where a NaN loses against a number.
 DK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
@@ -153,6 +153,12 @@ DK_DEVICE u32 max_nan_abs_bf16x2(u32 a, u32 b) {
 DK_DEVICE float ex2_approx_ftz(float a) {
   float value;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(a));
+  return value;
+}
+// log2(a) to 2^-22, in absolute terms within [0.5, 2] and relative ones elsewhere; 0 gives -inf.
+DK_DEVICE float lg2_approx_ftz(float a) {
+  float value;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(a));
   return value;
 }
 // 1 / a to 1 ulp; what lies below 2^-126 is 0. NaN stays.
@@ -190,6 +196,7 @@ DK_DEVICE u32 bf16x2_of(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
 }
+// The same for float16.
 DK_DEVICE u32 f16x2_of(float low, float high) {
   u32 bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
@@ -285,6 +292,13 @@ DK_DEVICE void ldmatrix_x4(u32 (&fragment)[4], u32 addr) {
                : "r"(addr)
                : "memory");
 }
+// The same with each matrix transposed: a lane gets neighbours of a column.
+DK_DEVICE void ldmatrix_x4_trans(u32 (&fragment)[4], u32 addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(addr)
+               : "memory");
+}
 // Two 8x8 matrices; lanes 0 to 15 give the addresses.
 DK_DEVICE void ldmatrix_x2(u32 (&fragment)[2], u32 addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
@@ -311,6 +325,14 @@ inline constexpr bool kHasE4m3Mma = true;
 DK_DEVICE void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// The same in bfloat16.
+DK_DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -149,6 +149,12 @@ inline float fma(float a, float b, float c, At at = At::current()) {
   emulator::identity.time += emulator::kAluCycles;
   return std::fma(a, b, c);
 }
+inline float add_rm(float a, float b, At at = At::current()) {
+  emulator::check_poison(a, at);
+  emulator::check_poison(b, at);
+  emulator::identity.time += emulator::kAluCycles;
+  return emulator::numeric::add_rm(a, b);
+}
 inline float max(float a, float b, At at = At::current()) {
   emulator::check_poison(a, at);
   emulator::check_poison(b, at);
@@ -170,6 +176,11 @@ inline u32 max_nan_abs_bf16x2(u32 a, u32 b) {
 inline float ex2_approx_ftz(float a, At at = At::current()) {
   emulator::check_poison(a, at);
   return emulator::numeric::ex2_approx_ftz(a);
+}
+// No exact model of the card's is known: the correct value, at most 2^-22 away from it.
+inline float lg2_approx_ftz(float a, At at = At::current()) {
+  emulator::check_poison(a, at);
+  return std::log2(emulator::numeric::flushed(a));
 }
 // No exact model of the card's is known: the correct value, at most 0.975 ulp away from it.
 inline float rcp_approx_ftz(float a, At at = At::current()) {
@@ -232,6 +243,12 @@ inline u32 bf16x2_of(float low, float high, At at = At::current()) {
   return bf16_of(low, at) | static_cast<u32>(bf16_of(high, at)) << 16;
 }
 
+inline u32 f16x2_of(float low, float high, At at = At::current()) {
+  emulator::check_poison(low, at);
+  emulator::check_poison(high, at);
+  return emulator::numeric::f16_of(low) | static_cast<u32>(emulator::numeric::f16_of(high)) << 16;
+}
+
 // --- converged ----------------------------------------------------------------------------------
 
 inline void sync_warp(At at = At::current()) { emulator::meet(Meeting::sync_warp, 0, 0, at); }
@@ -292,10 +309,13 @@ void cp_async_wait_group(At at = At::current()) {
   emulator::cp_async_wait_group(kPending, at);
 }
 inline void ldmatrix_x4(u32 (&fragment)[4], u32 addr, At at = At::current()) {
-  emulator::ldmatrix(fragment, 4, addr, at);
+  emulator::ldmatrix(fragment, 4, false, addr, at);
+}
+inline void ldmatrix_x4_trans(u32 (&fragment)[4], u32 addr, At at = At::current()) {
+  emulator::ldmatrix(fragment, 4, true, addr, at);
 }
 inline void ldmatrix_x2(u32 (&fragment)[2], u32 addr, At at = At::current()) {
-  emulator::ldmatrix(fragment, 2, addr, at);
+  emulator::ldmatrix(fragment, 2, false, addr, at);
 }
 inline void mma_m16n8k32_e4m3(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                               At at = At::current()) {
@@ -310,6 +330,10 @@ inline constexpr bool kHasE4m3Mma = false;
 inline void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                              At at = At::current()) {
   emulator::mma_m16n8(emulator::MmaType::f16, d, a, b, at);
+}
+inline void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
+                              At at = At::current()) {
+  emulator::mma_m16n8(emulator::MmaType::bf16, d, a, b, at);
 }
 
 }  // namespace deep_kernels::ptx

@@ -1,0 +1,174 @@
+// Softmax of flash attention on accumulators of an MMA, whichever made them: a lane holds parts of
+// two rows that are 8 apart, and of them two neighbours of every eight columns. Element i of its
+// scores belongs to its row i / 2 % 2 and is number i / 4 * 2 + i % 2 of that row.
+#pragma once
+
+#include "deep_kernels/contract/attention.h"
+#include "deep_kernels/ptx/base.cuh"
+
+namespace deep_kernels::flash {
+
+inline constexpr i32 kLaneRows = 2;
+inline constexpr float kLn2 = 0.693147181f;
+
+DK_DEVICE float infinity() { return ptx::float_of(0x7f800000u); }
+DK_DEVICE float nan() { return ptx::float_of(0x7fffffffu); }
+
+// --- where things are
+// -----------------------------------------------------------------------------
+
+constexpr i32 row_of_element(i32 i) { return i / 2 % 2; }
+constexpr i32 number_in_row(i32 i) { return i / 4 * 2 + i % 2; }
+// Of the 16 rows of a warp's MMA.
+DK_DEVICE i32 lane_row(i32 row) { return ptx::lane_index() / 4 + 8 * row; }
+// The column of an element, less what all elements of the lane have in common.
+constexpr i32 column_of_element(i32 i) { return i / 4 * 8 + i % 2; }
+DK_DEVICE i32 lane_column() { return ptx::lane_index() % 4 * 2; }
+
+// Leaves of the tile's keys those that the rows see, `visible` from its first one on.
+template <i32 kCount>
+DK_DEVICE void mask_scores(float (&scores)[kCount], const i32 (&visible)[kLaneRows]) {
+  const i32 column = lane_column();
+  DK_UNROLL
+  for (i32 i = 0; i < kCount; ++i)
+    if (column_of_element(i) >= visible[row_of_element(i)] - column) scores[i] = -infinity();
+}
+
+// --- powers of 2
+// ----------------------------------------------------------------------------------
+
+template <DType kType>
+DK_DEVICE float ex2_polynomial(float fraction) {
+  constexpr i32 kDegree = ex2_degree(kType);
+  float sum = kDegree == 3 ? kEx2Degree3[2] : kEx2Degree4[3];
+  DK_UNROLL
+  for (i32 i = kDegree - 2; i >= 0; --i)
+    sum = ptx::fma(sum, fraction, kDegree == 3 ? kEx2Degree3[i] : kEx2Degree4[i]);
+  return ptx::fma(sum, fraction, 1.0f);
+}
+// See the contract. A NaN gives 0 here: it gets into the sum of its row by the maximum.
+template <DType kType>
+DK_DEVICE float ex2_emulated(float x) {
+  const float bounded = ptx::max(x, kEx2Lowest);
+  const float shifted = ptx::add_rm(bounded, kEx2Magic);
+  const float power = ex2_polynomial<kType>(bounded - (shifted - kEx2Magic));
+  return ptx::float_of(ptx::bits_of(power) + (ptx::bits_of(shifted) << 23));
+}
+
+// Two neighbours as they are multiplied, the first one in the lower half.
+template <DType kType>
+DK_DEVICE u32 rounded_pair(float first, float second) {
+  if constexpr (kType == DType::float16)
+    return ptx::f16x2_of(first, second);
+  else
+    return ptx::bf16x2_of(first, second);
+}
+// Columns [16 step, 16 step + 16) of the powers as the first operand of an MMA.
+template <DType kType, i32 kCount>
+DK_DEVICE void powers_as_a(u32 (&a)[4], const float (&powers)[kCount], i32 step) {
+  DK_UNROLL
+  for (i32 i = 0; i < 4; ++i)
+    a[i] = rounded_pair<kType>(powers[8 * step + 2 * i], powers[8 * step + 2 * i + 1]);
+}
+
+// --- rows on their way through the tiles of keys
+// --------------------------------------------------
+
+template <AttentionSpec S>
+struct RowSoftmax {
+  static constexpr i32 kScores = kLaneRows * S.fragments().length;
+
+  float reference[kLaneRows];  // m, base 2; -inf until a score is greater
+  float sum[kLaneRows];        // of powers: the lane's share until close()
+
+  DK_DEVICE void open() {
+    DK_UNROLL
+    for (i32 row = 0; row < kLaneRows; ++row) reference[row] = -infinity(), sum[row] = 0.0f;
+  }
+
+  // Converged. Makes powers of one tile's dot products. Where it returns true, to all lanes alike,
+  // sums over earlier tiles have to be multiplied by the factor of their row, 1 for rows that keep
+  // their reference.
+  DK_DEVICE bool add(float (&scores)[kScores], float scale_log2, float (&factor)[kLaneRows]) {
+    bool rescales = false;
+    DK_UNROLL
+    for (i32 row = 0; row < kLaneRows; ++row) {
+      const float maximum = row_maximum(scores, row) * scale_log2;
+      factor[row] = 1.0f;
+      if (attention_rescales(reference[row], maximum)) {
+        factor[row] = ptx::ex2_approx_ftz(reference[row] - maximum);
+        reference[row] = maximum;
+        rescales = true;
+      }
+      // A score that is NaN or infinite; nothing that is added or multiplied later takes it away.
+      if (!(maximum < infinity())) sum[row] = nan();
+    }
+    rescales = ptx::any(rescales);
+    if (rescales) {
+      DK_UNROLL
+      for (i32 row = 0; row < kLaneRows; ++row) sum[row] *= factor[row];
+    }
+    take_powers(scores, scale_log2);
+    return rescales;
+  }
+
+  // Converged. From here on the sums are those of whole rows.
+  DK_DEVICE void close() {
+    DK_UNROLL
+    for (i32 row = 0; row < kLaneRows; ++row) {
+      DK_UNROLL
+      for (i32 mask = 1; mask < 4; mask *= 2) sum[row] += ptx::shuffle_xor(sum[row], mask);
+    }
+  }
+  // Of a row that saw nothing, or nothing but -inf, 0 whatever it was multiplied with.
+  DK_DEVICE float divided(float value, i32 row) const {
+    return sum[row] == 0.0f ? 0.0f : value * (1.0f / sum[row]);
+  }
+  DK_DEVICE float log2_sum(i32 row) const { return reference[row] + ptx::lg2_approx_ftz(sum[row]); }
+
+ private:
+  // Over the four lanes that share the row; a NaN wins.
+  static DK_DEVICE float row_maximum(const float (&scores)[kScores], i32 row) {
+    float part[] = {scores[2 * row], scores[2 * row + 1]};
+    DK_UNROLL
+    for (i32 i = 4; i < kScores; i += 4) DK_UNROLL
+    for (i32 j = 0; j < 2; ++j) part[j] = ptx::max_nan(part[j], scores[i + 2 * row + j]);
+    float maximum = ptx::max_nan(part[0], part[1]);
+    DK_UNROLL
+    for (i32 mask = 1; mask < 4; mask *= 2)
+      maximum = ptx::max_nan(maximum, ptx::shuffle_xor(maximum, mask));
+    return maximum;
+  }
+
+  DK_DEVICE void take_powers(float (&scores)[kScores], float scale_log2) {
+    float shift[kLaneRows];
+    DK_UNROLL
+    for (i32 row = 0; row < kLaneRows; ++row)  // where all are -inf so far, any number does
+      shift[row] = reference[row] == -infinity() ? 0.0f : -reference[row];
+    float part[kLaneRows][2] = {};
+    DK_UNROLL
+    for (i32 i = 0; i < kScores; ++i) {
+      const i32 row = row_of_element(i);
+      const float exponent = ptx::fma(scores[i], scale_log2, shift[row]);
+      scores[i] = ex2_is_emulated(S.ex2(), number_in_row(i), 0, 1) ? ex2_emulated<S.dtype>(exponent)
+                                                                   : ptx::ex2_approx_ftz(exponent);
+      part[row][i % 2] += scores[i];
+    }
+    DK_UNROLL
+    for (i32 row = 0; row < kLaneRows; ++row) sum[row] += part[row][0] + part[row][1];
+  }
+};
+
+// The logarithm of a row's sum, where it belongs.
+template <AttentionSpec S>
+DK_DEVICE void store_log_sum(const AttentionArgs& args, const AttentionMember& member, i32 split,
+                             i32 head, i32 query, float log2_sum) {
+  if constexpr (S.split)
+    ptx::store_global(
+        args.partial_lse + split * args.num_rows() + attention_row(args, member, head, query),
+        log2_sum);
+  else
+    ptx::store_global(args.lse + attention_lse_index(args, member, head, query), log2_sum * kLn2);
+}
+
+}  // namespace deep_kernels::flash
