@@ -236,6 +236,7 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   for_each_silu_fold_spec(arch.backend, add);
   for_each_block_gemm_spec(arch.backend, add);
   for_each_silu_mul_spec(Backend::sm89, add);
+  if (arch.backend == Backend::sm90) for_each_attention_spec(arch.backend, add);
   return specs;
 }
 

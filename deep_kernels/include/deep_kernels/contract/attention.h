@@ -179,12 +179,13 @@ constexpr Ex2Emulation ex2_canonical(i64 freq, i64 res, i64 start, RowFragments 
 // --- kernels
 // --------------------------------------------------------------------------------------
 
-inline constexpr i32 kHeadPanel = 64;  // elements: 128 bytes, the widest swizzle
+inline constexpr i32 kHeadPanel = 64;           // elements: 128 bytes, the widest swizzle
+inline constexpr i32 kAttentionGroupRows = 64;  // queries of a math warpgroup, sm90
 
 template <class Map>
 struct AttentionMaps {
-  Map q;  // (64, tokens, head_dim / 64, heads, batch), box (64, tile_rows, head_dim / 64)
-  Map k;  // the same with tile_keys
+  Map q;  // (64, tokens, head_dim / 64, heads, batch), box (64, rows of a group, head_dim / 64)
+  Map k;  // the same with box (64, tile_keys, head_dim / 64)
   Map v;
 };
 
@@ -338,7 +339,7 @@ constexpr AttentionMaps<Map> attention_maps(const AttentionArgs& args, const Att
   const i32 dim = spec.head_dim();
   AttentionMaps<Map> maps{};
   maps.q = attention_map<Map>(args.q, num_q, args.num_q_heads, batch, args.q_token_stride,
-                              args.q_head_stride, args.q_batch_stride, dim, spec.tile_rows);
+                              args.q_head_stride, args.q_batch_stride, dim, kAttentionGroupRows);
   maps.k = attention_map<Map>(args.k, num_kv, args.num_kv_heads, batch, args.k_token_stride,
                               args.k_head_stride, args.k_batch_stride, dim, spec.tile_keys);
   maps.v = attention_map<Map>(args.v, num_kv, args.num_kv_heads, batch, args.v_token_stride,

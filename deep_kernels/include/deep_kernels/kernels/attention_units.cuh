@@ -4,7 +4,7 @@
 #include "deep_kernels/contract/attention.h"
 #include "deep_kernels/ptx/base.cuh"
 
-namespace deep_kernels::attention {
+namespace deep_kernels::flash {
 
 // The queries [first_query, ..) of a head against the tiles of keys [keys.begin, keys.end).
 struct Unit {
@@ -96,12 +96,11 @@ struct Units {
       i32 through = own;
       DK_UNROLL
       for (i32 step = 1; step < 32; step *= 2) {
-        const i32 other = ptx::shuffle(through, max_of(lane - step, 0));
+        const i32 other = ptx::shuffle_up(through, step);
         if (lane >= step) through += other;
       }
-      const u32 found = ptx::ballot(tile - before < through);
-      if (found != 0) {
-        const i32 which = ptx::count_trailing_zeros(found);
+      const i32 which = ptx::reduce_min(tile - before < through ? lane : 32);
+      if (which < 32) {
         tile -= before + ptx::shuffle(through - own, which);
         return first + which;
       }
@@ -111,4 +110,4 @@ struct Units {
   }
 };
 
-}  // namespace deep_kernels::attention
+}  // namespace deep_kernels::flash
