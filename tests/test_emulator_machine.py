@@ -275,6 +275,49 @@ def test_f32_to_bf16_and_saturation() -> None:
     assert torch.equal(clamped.view(torch.int32), wanted.abs().view(torch.int32))
 
 
+def test_f32_to_f16_pairs() -> None:
+    codes = hash_bits(5, 1 << 14) << 1 | hash_bits(6, 1 << 14) % 2
+    values = codes.to(torch.uint32).view(torch.float32) * torch.tensor([1.0, 2.0**-60]).repeat(1 << 13)
+    values[:4096] = (codes[:4096] % 4096 - 2048).float() * 2.0 ** (codes[:4096] >> 12 & 31).sub(36).float()
+    values = torch.where(torch.isnan(values), torch.full((), math.inf), values)
+    found = torch.empty(1 << 14, dtype=torch.int16)
+    run_kernel(
+        """for (i32 i = thread; i < 8192; i += 32) {
+          const float* pair = reinterpret_cast<const float*>(in0) + 2 * i;
+          const u32 bits = ptx::f16x2_of(ptx::load_global(pair), ptx::load_global(pair + 1));
+          ptx::store_global(reinterpret_cast<i32*>(out0) + i, static_cast<i32>(bits));
+        }""",
+        inputs=[values], outputs=[found.view(torch.int32)],
+    )  # fmt: skip
+    assert torch.equal(found, values.half().view(torch.int16))
+
+
+def test_sums_rounded_down() -> None:
+    def values(seed: int) -> Tensor:
+        draw = hash_bits(seed, 2048)
+        return draw.float() * 2.0 ** (hash_bits(seed + 10, 2048) % 60 - 60).float() * (1 - draw % 2 * 2)
+
+    a, b = values(1), values(2)
+    b[:64] = -a[:64]
+    a[64:70] = torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, math.inf, 1.0])
+    b[64:70] = torch.tensor([0.0, 0.0, 3.4e38, -3.4e38, 1.0, 2.0**-149])
+    found = torch.empty(2048)
+    run_kernel(
+        """for (i32 i = thread; i < 2048; i += 32) {
+          const float a = ptx::load_global(reinterpret_cast<const float*>(in0) + i);
+          const float b = ptx::load_global(reinterpret_cast<const float*>(in1) + i);
+          ptx::store_global(reinterpret_cast<float*>(out0) + i, ptx::add_rm(a, b));
+        }""",
+        inputs=[a, b], outputs=[found],
+    )  # fmt: skip
+    largest = torch.finfo(torch.float32).max
+    assert found[64:70].tolist() == [0.0, 0.0, largest, -math.inf, math.inf, 1.0]
+    assert torch.equal(torch.signbit(found[:66]), torch.tensor([True] * 64 + [False, True]))
+    for x, y, z in zip(a[70:].tolist(), b[70:].tolist(), found[70:], strict=True):
+        total = Fraction(x) + Fraction(y)
+        assert Fraction(float(z)) <= total < Fraction(float(torch.nextafter(z, torch.tensor(math.inf))))
+
+
 # --- TMA and descriptors ----------------------------------------------------------------------------------------------
 
 LOAD_ALL = """
@@ -388,6 +431,120 @@ def test_wgmma_reads_what_tma_wrote(span: int, n: int, a: str) -> None:
     tensors = (signed, right, torch.zeros(64, n), wanted)
     core().dk_emulator_wgmma_e4m3(64, n, span, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors))
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+# Scores of 64 queries against KEYS keys of 128 elements, rounded to 16 bits, times values of WIDTH elements. All tiles
+# are panels of 64 elements as one copy each writes them.
+ATTENTION = """
+  constexpr u32 kQ = kBase, kK = kQ + 64 * 256, kV = kK + KEYS * 256, kBarrier = kV + KEYS * WIDTH * 2;
+  if (thread == 0) {
+    ptx::mbarrier_init(kBarrier, 1);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::sync_threads();
+  if (thread == 0) {
+    ptx::mbarrier_arrive_expect_tx(kBarrier, kBarrier - kQ);
+    ptx::tma_load_3d(kQ, maps.map[0], kBarrier, 0, 0, 0);
+    ptx::tma_load_3d(kK, maps.map[1], kBarrier, 0, 0, 0);
+    ptx::tma_load_3d(kV, maps.map[2], kBarrier, 0, 0, 0);
+  }
+  ptx::mbarrier_wait(kBarrier, 0);
+  using KMajor = tile::KMajorDescriptor<128>;
+  using Values = tile::MnMajorDescriptor<KEYS>;
+  float s[KEYS / 2];
+  ptx::wgmma_fence();
+  for (i32 k = 0; k < 8; ++k)
+    tile::wgmma_k16<DType::TYPE>(s, KMajor::make(KMajor::low(kQ) + tile::k_major_step<64>(k)),
+                                 KMajor::make(KMajor::low(kK) + tile::k_major_step<KEYS>(k)), k > 0);
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>(s);
+  u32 p[KEYS / 16][4];
+  for (i32 i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = ptx::ROUND(s[2 * i], s[2 * i + 1]);
+  float o[WIDTH / 2];
+  ptx::wgmma_fence();  // of P V
+  for (i32 k = 0; k < KEYS / 16; ++k)
+    tile::wgmma_k16<DType::TYPE>(o, p[k], Values::make(Values::low(kV) + Values::step(k)), k > 0);
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>(o);
+  const i32 row = thread / 32 * 16 + lane / 4;
+  for (i32 i = 0; i < WIDTH / 2; ++i) {
+    const i32 column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    ptx::store_global(reinterpret_cast<float*>(out0) + (row + i / 2 % 2 * 8) * WIDTH + column, o[i]);
+  }
+"""
+
+
+def run_attention(
+    keys: int = 80, width: int = 256, dtype: torch.dtype = torch.bfloat16, edits: tuple[tuple[str, str], ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """What the kernel with the edits gives, and what it should: all numbers are integers that fit."""
+
+    def panels(tensor: Tensor) -> Map:
+        boxes = tensor.unflatten(1, (-1, 64)).transpose(0, 1)
+        return Map(boxes, list(boxes.shape), swizzle=128)
+
+    def integers(seed: int, rows: int, columns: int, most: int) -> Tensor:
+        return (hash_bits(seed, rows, columns) % (2 * most + 1) - most).to(dtype)
+
+    q, k, v = integers(1, 64, 128, 1), integers(2, keys, 128, 1), integers(3, keys, width, 9)
+    body = ATTENTION
+    for old, new in edits:
+        assert old in body
+        body = body.replace(old, new)
+    words = {
+        "TYPE": str(dtype).removeprefix("torch."),
+        "ROUND": "bf16x2_of" if dtype == torch.bfloat16 else "f16x2_of",
+        "KEYS": str(keys),
+        "WIDTH": str(width),
+    }
+    body = re.sub(r"\b(TYPE|ROUND|KEYS|WIDTH)\b", lambda match: words[match[0]], body)
+    found = torch.zeros(64, width)
+    run_kernel(
+        body, threads=128, smem_bytes=1 << 17, inputs=[q, k, v], outputs=[found], maps=[panels(t) for t in (q, k, v)]
+    )
+    return found, (q.double() @ k.double().T @ v.double()).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("keys", "width"), [(64, 128), (80, 256), (128, 64)])
+def test_attention_by_wgmma(keys: int, width: int, dtype: torch.dtype) -> None:
+    found, wanted = run_attention(keys, width, dtype)
+    assert torch.equal(found, wanted)
+
+
+_VALUES = "Values::make(Values::low(kV) + Values::step(k))"
+_LOAD_V = "ptx::tma_load_3d(kV, maps.map[2], kBarrier, 0, 0, 0);"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "words"),
+    [
+        ("MnMajorDescriptor<KEYS>", "MnMajorDescriptor<64>", "descriptor", ("row 0 of panel 1", "row 64 of panel 0")),
+        ("MnMajorDescriptor<KEYS>", "MnMajorDescriptor<160>", "descriptor", ("panel 1 of the box", "row 0 of panel 2")),
+        (_VALUES, "KMajor::make(KMajor::low(kV) + Values::step(k))", "descriptor", ("16 bytes", "K-major one")),
+        (_VALUES, _VALUES + " | 1 << 20", "descriptor", ("rank", "not masked")),
+        (_VALUES, _VALUES + " ^ u64{3} << 62", "descriptor", ("MN-major", "128-byte swizzle alone")),
+        ("Values::step(k)", "tile::k_major_step<KEYS>(k)", "descriptor", ("column 32",)),
+        ("ptx::wgmma_fence();  // of P V", "", "accumulator", ("without wgmma.fence",)),
+        ("ptx::wgmma_wait_group<0>(s);", "", "accumulator", ("in flight",)),
+        ("ptx::wgmma_wait_group<0>(o);", "ptx::wgmma_wait_group<1>(o);", "accumulator", ("in flight",)),
+        ("ptx::wgmma_wait_group<0>(o);", f"if (thread == 0) {{ {_LOAD_V} }} ptx::wgmma_wait_group<0>(o);",
+         "pending-async", ("still reads", "wgmma")),
+        ("ptx::wgmma_wait_group<0>(o);", f"ptx::wgmma_wait_group<0>(o); if (thread == 0) {{ {_LOAD_V} }}",
+         "race pending-async", ("wgmma of warp",)),
+        ("float o[", "ptx::store_shared_i32(kV + 4 * thread, 0); ptx::sync_threads(); float o[", "proxy-fence",
+         ("wgmma reads",)),
+    ],
+    ids=["panels too close", "panels too far", "K-major", "rank", "no swizzle", "K-major step", "no fence",
+         "no wait for S", "wait that allows one", "V overwritten in flight", "V released without a barrier",
+         "stores without a proxy fence"],
+)  # fmt: skip
+def test_faults_in_attention_by_wgmma(old: str, new: str, kind: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(EmulatorError) as caught:
+        run_attention(edits=((old, new),))
+    assert caught.value.kind in kind.split(), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 BULK = """

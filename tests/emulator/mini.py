@@ -30,7 +30,7 @@ class _Map(ctypes.Structure):
 
 @dataclass
 class Map:
-    """A tensor map over a tensor of bytes (or float32) in torch's order of dimensions, the contiguous one last."""
+    """A tensor map over bytes, 16-bit elements or float32 in torch's order of dimensions, the contiguous one last."""
 
     tensor: Tensor
     box: Sequence[int]
@@ -43,7 +43,7 @@ class Map:
         element = self.tensor.element_size()
         rank = self.tensor.dim()
         strides = self.strides or [stride * element for stride in self.tensor.stride()]
-        result = _Map(base=self.tensor.data_ptr() + self.offset, rank=rank, type=1 if element == 4 else 0)
+        result = _Map(base=self.tensor.data_ptr() + self.offset, rank=rank, type={1: 0, 4: 1, 2: 2}[element])
         result.swizzle = _SWIZZLES[self.swizzle]
         for d in range(rank):
             result.dims[d] = self.tensor.shape[rank - 1 - d]
@@ -70,6 +70,7 @@ def run_kernel(
     names = [f"in{i}" for i in range(len(inputs))] + [f"out{i}" for i in range(len(outputs))]
     source = f"""#include "deep_kernels/ptx/sm90.cuh"
 #include "deep_kernels/tile/layout.cuh"
+#include "deep_kernels/tile/mma.cuh"
 namespace dk = deep_kernels;
 using namespace deep_kernels;
 struct Args {{ {" ".join(pointers)} u64 unused; }};

@@ -302,6 +302,7 @@ void land_box(const TmaCopy& copy) {
   const Mbarrier& barrier = machine.mbarriers[copy.barrier];
   const MapDescription& map = copy.map;
   const u32 row_bytes = static_cast<u32>(map.box[0] * bytes_of(map.type));
+  const u32 panel_rows = map.rank > 1 ? static_cast<u32>(map.box[1]) : 1;
   std::vector<u8> row(row_bytes);
   i32 step[MapDescription::kMaxRank] = {};
   memory.end_async_write(copy.smem, copy.bytes, barrier.agent, barrier.agent_clock + 1,
@@ -310,12 +311,16 @@ void land_box(const TmaCopy& copy) {
     i32 position[MapDescription::kMaxRank];
     for (i32 d = 0; d < map.rank; ++d) position[d] = copy.coordinates[d] + step[d];
     load_row(copy, position, row.data());
+    const u32 line = offset / row_bytes;
     for (u32 chunk = 0; chunk < row_bytes; chunk += 16) {
       const u32 to = swizzled(copy.smem + offset + chunk, map.swizzle);
       std::memcpy(memory.data(to), row.data() + chunk, 16);
       memory.set_tag(to, {.present = true,
                           .swizzle = map.swizzle,
                           .chunk = static_cast<u8>(chunk / 16),
+                          .row = static_cast<u16>(line % panel_rows),
+                          .panel = static_cast<u16>(line / panel_rows),
+                          .start = copy.smem,
                           .place = copy.place});
     }
     for (i32 d = 1; d < map.rank && ++step[d] == map.box[d]; ++d) step[d] = 0;

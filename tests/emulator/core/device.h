@@ -123,6 +123,7 @@ void cluster_wait(At at);
 // --- wgmma
 // -------------------------------------------------------------------------------------------------
 
+enum class WgmmaType : u8 { e4m3, bf16, f16 };  // 32 or 16 of k: rows of 32 bytes
 struct WgmmaOperands {
   float* d;
   u64 a;
@@ -130,9 +131,14 @@ struct WgmmaOperands {
   const u32* fragment;  // a in registers, 4 of each lane; null: in shared memory
   i32 n;
   bool accumulate;
+  WgmmaType type = WgmmaType::e4m3;
+  bool b_mn_major = false;
 };
 void wgmma_e4m3(float* d, u64 a, u64 b, i32 n, bool accumulate, At at);
 void wgmma_e4m3(float* d, const u32* a, u64 b, i32 n, bool accumulate, At at);
+// Of 16-bit elements; with a in registers b is MN-major.
+void wgmma_k16(WgmmaType type, float* d, u64 a, u64 b, i32 n, bool accumulate, At at);
+void wgmma_k16(WgmmaType type, float* d, const u32* a, u64 b, i32 n, bool accumulate, At at);
 void wgmma_wait_group(i32 pending, At at);
 void wgmma_ready(const float* d, i32 count, At at);
 

@@ -10,6 +10,21 @@ namespace deep_kernels::emulator::numeric {
 
 inline constexpr u32 kNan = 0x7fffffff;  // what arithmetic on a card makes
 
+// add.rm: toward minus infinity; an exact 0 is -0 unless both are +0.
+inline float add_rm(float a, float b) {
+  const double x = a;
+  const double y = b;
+  const double sum = x + y;
+  if (std::isnan(sum)) return std::bit_cast<float>(kNan);
+  if (std::isinf(sum)) return static_cast<float>(sum);
+  if (sum == 0.0) return std::signbit(a) || std::signbit(b) || a != 0.0f ? -0.0f : 0.0f;
+  const double seen = sum - x;
+  const double lost = (x - (sum - seen)) + (y - seen);  // sum + lost is exact
+  const auto nearest = static_cast<float>(sum);
+  const bool above = nearest > sum || (nearest == sum && lost < 0.0);
+  return above ? std::nextafterf(nearest, -HUGE_VALF) : nearest;
+}
+
 // fmaxf: a NaN loses against a number, -0 against +0.
 inline float max(float a, float b) {
   if (std::isnan(a)) return std::isnan(b) ? std::bit_cast<float>(kNan) : b;

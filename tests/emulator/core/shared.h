@@ -34,7 +34,10 @@ struct Cell {
 struct Tag {
   bool present = false;
   Swizzle swizzle = Swizzle::none;
-  u8 chunk = 0;  // 16-byte chunk of the box's row
+  u8 chunk = 0;   // 16-byte chunk of the box's row
+  u16 row = 0;    // along the box's second dimension
+  u16 panel = 0;  // along all dimensions behind it
+  u32 start = 0;  // where the box went
   Place place = 0;
 };
 

@@ -4,7 +4,8 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <vector>
+
+#include "numeric.h"
 
 namespace deep_kernels::emulator::tensor_core {
 
@@ -144,22 +145,51 @@ void wgmma_k32_e4m3(i32 m, i32 n, const u8* a, const u8* b, float* d) {
 
 namespace {
 
+constexpr i32 kLowestTop = -133;    // felt by products of tiny bfloat16 numbers alone
+constexpr i32 kNoExponent = -1000;  // of 0: no sum with it reaches kLowestTop
+
 // An operand of 16 bits: its value, and its exponent as the adder sees it.
 struct Number {
   double value;
   i32 exponent;
 };
 Number decode_half(Half type, u16 bits) {
-  const i32 mantissa_bits = type == Half::bf16 ? 7 : 10;
-  const i32 exponent_bits = 15 - mantissa_bits;
-  const i32 bias = (1 << (exponent_bits - 1)) - 1;
-  const i32 field = bits >> mantissa_bits & ((1 << exponent_bits) - 1);
-  const i32 mantissa = bits & ((1 << mantissa_bits) - 1);
-  const double sign = bits >> 15 != 0 ? -1.0 : 1.0;
-  if (field == (1 << exponent_bits) - 1) return {mantissa != 0 ? std::nan("") : sign * HUGE_VAL, 0};
-  const i32 exponent = std::max(field, 1) - bias;
-  const i32 significand = mantissa + (field != 0 ? 1 << mantissa_bits : 0);
-  return {sign * std::ldexp(significand, exponent - mantissa_bits), exponent};
+  const bool is_bf16 = type == Half::bf16;
+  const i32 mantissa_bits = is_bf16 ? 7 : 10;
+  const i32 field = (bits & 0x7fff) >> mantissa_bits;
+  const i32 bias = is_bf16 ? 127 : 15;
+  const float value =
+      is_bf16 ? float_of(static_cast<u32>(bits) << 16) : numeric::float_of_f16(bits);
+  return {value, value != 0.0f ? std::max(field, 1) - bias : kNoExponent};
+}
+
+// The second operand, k by k.
+struct DecodedHalves {
+  double value[16][256];  // 0 for what is not finite
+  i32 exponent[16][256];
+  bool special[256];  // something in the column is not finite
+};
+void decode_halves(Half type, i32 n, const u16* b, DecodedHalves& decoded) {
+  for (i32 j = 0; j < n; ++j) {
+    decoded.special[j] = false;
+    for (i32 k = 0; k < 16; ++k) {
+      const Number number = decode_half(type, b[j * 16 + k]);
+      const bool finite = std::isfinite(number.value);
+      decoded.value[k][j] = finite ? number.value : 0.0;
+      decoded.exponent[k][j] = finite ? number.exponent : kNoExponent;
+      decoded.special[j] |= !finite;
+    }
+  }
+}
+
+// Sum of c and of the products where they are not finite; 0 if all are.
+double sum_of_specials(Half type, const u16* a, const u16* b, float c) {
+  double sum = std::isfinite(c) ? 0.0 : c;
+  for (i32 k = 0; k < 16; ++k) {
+    const double product = decode_half(type, a[k]).value * decode_half(type, b[k]).value;
+    if (!std::isfinite(product)) sum += product;
+  }
+  return sum;
 }
 
 // A finite sum as float32, cut toward zero.
@@ -174,36 +204,43 @@ float cut_to_float(double value) {
   return static_cast<float>(cut) + 0.0f;  // underflow gives +0
 }
 
-constexpr i32 kLowestTop = -133;  // felt by products of tiny bfloat16 numbers alone
-
 }  // namespace
 
 void step_k16(Half type, i32 m, i32 n, const u16* a, const u16* b, float* d) {
-  Number row[16];
-  std::vector<Number> columns(16 * n);
-  for (i32 i = 0; i < 16 * n; ++i) columns[i] = decode_half(type, b[i]);
+  static DecodedHalves columns;
+  decode_halves(type, n, b, columns);
+  alignas(64) i32 top[256];
+  alignas(64) double scale[256];
+  alignas(64) double sum[256];
   for (i32 i = 0; i < m; ++i) {
-    for (i32 k = 0; k < 16; ++k) row[k] = decode_half(type, a[i * 16 + k]);
+    float* c = d + i * n;
+    Number row[16];
+    bool row_special = false;
+    for (i32 k = 0; k < 16; ++k) {
+      row[k] = decode_half(type, a[i * 16 + k]);
+      row_special |= !std::isfinite(row[k].value);
+      if (!std::isfinite(row[k].value)) row[k] = {0.0, kNoExponent};
+    }
+    for (i32 j = 0; j < n; ++j)
+      top[j] = c[j] != 0.0f ? std::max(kLowestTop, exponent_of(bits_of(c[j]))) : kLowestTop;
+    for (i32 k = 0; k < 16; ++k)
+      for (i32 j = 0; j < n; ++j)
+        top[j] = std::max(top[j], row[k].exponent + columns.exponent[k][j]);
     for (i32 j = 0; j < n; ++j) {
-      const Number* column = &columns[16 * j];
-      float& c = d[i * n + j];
-      i32 top = c != 0.0f ? std::max(kLowestTop, exponent_of(bits_of(c))) : kLowestTop;
-      double specials = std::isfinite(c) ? 0.0 : c;
-      for (i32 k = 0; k < 16; ++k) {
-        const double product = row[k].value * column[k].value;
-        if (!std::isfinite(product))
-          specials += product;
-        else if (product != 0.0)
-          top = std::max(top, row[k].exponent + column[k].exponent);
-      }
-      if (specials != 0.0) {  // NaN too
-        c = std::isnan(specials) ? float_of(kNan) : static_cast<float>(specials);
-        continue;
-      }
-      const double scale = std::ldexp(1.0, kF16 - top);
-      double sum = std::trunc(c * scale);
-      for (i32 k = 0; k < 16; ++k) sum += std::trunc(row[k].value * column[k].value * scale);
-      c = cut_to_float(sum / scale);
+      scale[j] = std::bit_cast<double>(static_cast<u64>(1023 + kF16 - top[j]) << 52);
+      sum[j] = std::trunc(c[j] * scale[j]);
+    }
+    for (i32 k = 0; k < 16; ++k)
+      for (i32 j = 0; j < n; ++j)
+        sum[j] += std::trunc(row[k].value * columns.value[k][j] * scale[j]);
+    for (i32 j = 0; j < n; ++j) {
+      double specials = 0.0;
+      if (row_special || columns.special[j] || !std::isfinite(c[j]))
+        specials = sum_of_specials(type, a + i * 16, b + j * 16, c[j]);
+      if (specials == 0.0)
+        c[j] = cut_to_float(sum[j] / scale[j]);
+      else
+        c[j] = std::isnan(specials) ? float_of(kNan) : static_cast<float>(specials);
     }
   }
 }

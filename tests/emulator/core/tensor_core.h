@@ -30,6 +30,7 @@ void decode(i32 n, const u8* b, Decoded& decoded);
 void wgmma_k32_e4m3(i32 m, i32 n, const u8* a, const Decoded& b, float* d);
 
 // d[m][n]: on entry c, on return c + a * b. a [m][16], b [n][16], bits of bfloat16 or float16.
+// n at most 256.
 enum class Half : u8 { bf16, f16 };
 void step_k16(Half type, i32 m, i32 n, const u16* a, const u16* b, float* d);
 

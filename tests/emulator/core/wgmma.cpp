@@ -13,26 +13,43 @@ namespace {
 
 constexpr i32 kRows = 64;
 constexpr i32 kStepBytes = 32;  // K of one instruction
+constexpr i32 kStepHalves = 16;
+constexpr i32 kPanelChunks = 8;  // 16-byte chunks in a row of the 128-byte swizzle
 
-// A matrix in shared memory as its descriptor says. Source: PTX ISA 8.7, section 9.7.15.5.1.
+// A matrix in shared memory as its descriptor says. A row is one of the matrix where that is
+// K-major, and all of the matrix at one k where it is MN-major. Source: PTX ISA 8.7, section
+// 9.7.15.5.1.
 struct Layout {
   u32 start;
-  u32 leading;  // bytes between 16-byte columns; only without swizzle
+  u32 leading;  // bytes between 16-byte columns without swizzle, between panels of an MN-major one
   u32 stride;   // bytes between groups of 8 rows
   u32 span;     // bytes of the swizzle, 0: none
   Swizzle swizzle;
 
-  // Address of 16-byte chunk `chunk` (0 or 1) of a row.
+  // Address of 16-byte chunk `chunk` of a row: 0 or 1 of a K-major matrix, up to 31 of the other.
   u32 address(i32 row, i32 chunk) const {
     const u32 group = start + static_cast<u32>(row / 8) * stride;
     if (span == 0)
       return group + static_cast<u32>(chunk) * leading + static_cast<u32>(row % 8) * 16;
-    const u32 linear = group + static_cast<u32>(row % 8) * span + static_cast<u32>(chunk) * 16;
+    const u32 linear = group + static_cast<u32>(chunk / kPanelChunks) * leading +
+                       static_cast<u32>(row % 8) * span +
+                       static_cast<u32>(chunk % kPanelChunks) * 16;
     return linear ^ ((linear >> 7 & (span / 16 - 1)) << 4);
   }
 };
 
-Layout decode(u64 descriptor, const char* operand, Place at) {
+// What of a matrix is read.
+struct Part {
+  i32 first_row;
+  i32 num_rows;
+  i32 num_chunks;
+};
+constexpr Part quarter_of_a(i32 quarter) { return {16 * quarter, 16, 2}; }
+Part part_of_b(const WgmmaOperands& operands) {
+  return operands.b_mn_major ? Part{0, kStepHalves, operands.n / 8} : Part{0, operands.n, 2};
+}
+
+Layout decode(u64 descriptor, const char* operand, bool mn_major, Place at) {
   const auto refuse = [&](const std::string& what) {
     fail("descriptor", format("descriptor of operand %s (0x%016llx): ", operand, descriptor) + what,
          at);
@@ -49,8 +66,10 @@ Layout decode(u64 descriptor, const char* operand, Place at) {
       .span = spans[mode],
       .swizzle = swizzles[mode]};
   if ((descriptor >> 49 & 7) != 0) refuse("a base offset is not supported by the emulator");
+  if (mn_major && layout.span != 128)
+    refuse("MN-major: the emulator knows the 128-byte swizzle alone");
   if (layout.span == 0) return layout;
-  if (layout.leading > 16)
+  if (!mn_major && layout.leading > 16)
     refuse(
         format("a leading offset of %u bytes: with a swizzle it is not used and 0 or 1 unit; was "
                "the rank in the address not masked?",
@@ -60,35 +79,50 @@ Layout decode(u64 descriptor, const char* operand, Place at) {
   if (layout.start % repeat >= layout.span)
     refuse(format("start %s does not lie in the first row of a %u-byte pattern",
                   smem_name(layout.start).c_str(), repeat));
-  if (column + kStepBytes > layout.span)
-    refuse(format("column %u of rows of %u bytes leaves no room for 32", column, layout.span));
+  const u32 width = mn_major ? layout.span : kStepBytes;
+  if (column + width > layout.span)
+    refuse(
+        format("column %u of rows of %u bytes leaves no room for %u", column, layout.span, width));
   if (layout.stride % repeat != 0)
     refuse(format("stride %u between groups of 8 rows is no multiple of the pattern's %u",
                   layout.stride, repeat));
   return layout;
 }
+Layout layout_of_b(const WgmmaOperands& operands, Place at) {
+  const Layout layout = decode(operands.b, "b", operands.b_mn_major, at);
+  if (operands.b_mn_major && operands.n / 8 > kPanelChunks && layout.leading % 1024 != 0)
+    fail("descriptor",
+         format("operand b is MN-major: a leading offset of %u bytes between its panels is no "
+                "multiple of the pattern's 1024; is the descriptor a K-major one, or was the rank "
+                "in the address not masked?",
+                layout.leading),
+         at);
+  return layout;
+}
 
-// Both chunks of a row lie in one unit of 32 bytes when swizzled; without swizzle each stands
+// Both chunks of a pair lie in one unit of 32 bytes when swizzled; without swizzle each stands
 // alone.
 template <class Visit>
-void for_each_unit(const Layout& layout, i32 first_row, i32 num_rows, Visit&& visit) {
-  for (i32 row = first_row; row < first_row + num_rows; ++row) {
-    const u32 low = layout.address(row, 0) & ~31u;
-    const u32 high = layout.address(row, 1) & ~31u;
-    visit(low);
-    if (high != low) visit(high);
+void for_each_unit(const Layout& layout, const Part& part, Visit&& visit) {
+  for (i32 row = part.first_row; row < part.first_row + part.num_rows; ++row) {
+    for (i32 chunk = 0; chunk < part.num_chunks; chunk += 2) {
+      const u32 low = layout.address(row, chunk) & ~31u;
+      const u32 high = layout.address(row, chunk + 1) & ~31u;
+      visit(low);
+      if (high != low) visit(high);
+    }
   }
 }
 
-void check_layout(const Layout& layout, i32 first_row, i32 num_rows, const char* operand,
-                  Place at) {
-  for (i32 row = first_row; row < first_row + num_rows; ++row) {
-    for (i32 chunk = 0; chunk < 2; ++chunk) {
+void check_layout(const Layout& layout, const Part& part, const char* operand, Place at) {
+  for (i32 row = part.first_row; row < part.first_row + part.num_rows; ++row) {
+    for (i32 chunk = 0; chunk < part.num_chunks; ++chunk) {
       const u32 addr = layout.address(row, chunk);
       own_memory().check_range(addr, 16, 16, "wgmma", at);
       const Tag tag = own_memory().tag(addr);
       if (!tag.present) continue;
-      const u32 wanted = layout.span == 0 ? 0 : layout.start % layout.span / 16 + chunk;
+      const u32 wanted =
+          layout.span == 0 ? 0 : layout.start % layout.span / 16 + chunk % kPanelChunks;
       constexpr const char* names[] = {"no", "32-byte", "64-byte", "128-byte"};
       if (tag.swizzle != layout.swizzle)
         fail("descriptor",
@@ -109,6 +143,32 @@ void check_layout(const Layout& layout, i32 first_row, i32 num_rows, const char*
   }
 }
 
+// The panels of an MN-major matrix: each must hold the rows that the first one holds, and where one
+// copy wrote them, be the next of the box.
+void check_panels(const Layout& layout, const Part& part, Place at) {
+  const Tag first = own_memory().tag(layout.address(0, 0));
+  for (i32 row = 0; row < part.num_rows; ++row) {
+    const Tag here = own_memory().tag(layout.address(row, 0));
+    for (i32 chunk = 0; chunk < part.num_chunks; chunk += kPanelChunks) {
+      const i32 panel = chunk / kPanelChunks;
+      const u32 addr = layout.address(row, chunk);
+      const Tag tag = own_memory().tag(addr);
+      if (!tag.present || !here.present || !first.present) continue;
+      const bool same_copy = tag.start == first.start;
+      const i32 wanted_row = same_copy ? first.row + row : here.row;
+      const i32 wanted_panel = same_copy ? first.panel + panel : tag.panel;
+      if (tag.row == wanted_row && tag.panel == wanted_panel) continue;
+      fail("descriptor",
+           format(
+               "operand b, k %d, panel %d: at %s the descriptor expects row %d of panel %d of the "
+               "box, the copy put row %d of panel %d there",
+               row, panel, smem_name(addr).c_str(), wanted_row, wanted_panel, tag.row, tag.panel) +
+               cite("copied at", tag.place),
+           at);
+    }
+  }
+}
+
 const WgmmaOperands& operands_of(const Warp& warp, i32 lane) {
   return *reinterpret_cast<const WgmmaOperands*>(warp.value[lane]);
 }
@@ -121,7 +181,8 @@ void require_same(const Wgmma& operation, const WgmmaOperands& mine, i64 previou
   const WgmmaOperands& theirs = operation.operands;
   const bool same_kind = (mine.fragment == nullptr) == (theirs.fragment == nullptr);
   if (same_kind && operation.place == at && mine.a == theirs.a && mine.b == theirs.b &&
-      mine.n == theirs.n && mine.accumulate == theirs.accumulate && previous == operation.previous)
+      mine.n == theirs.n && mine.type == theirs.type && mine.accumulate == theirs.accumulate &&
+      previous == operation.previous)
     return;
   fail("divergence",
        format("the warps of a warpgroup issue different wgmma: a %llx against %llx, b %llx against "
@@ -138,31 +199,60 @@ void read_operand(const Layout& layout, i32 rows, u8* to) {
                   memory_of(layout.start).data(layout.address(row, chunk)), 16);
 }
 
-void execute(Warpgroup& group, i64 number) {
-  Wgmma& operation = group.operation(number);
-  static u8 a[kRows * kStepBytes];
-  static u8 b[256 * kStepBytes];
+void read_transposed(const Layout& layout, i32 n, u8* to) {
+  for (i32 k = 0; k < kStepHalves; ++k)
+    for (i32 i = 0; i < n; ++i)
+      std::memcpy(to + i * kStepBytes + k * 2,
+                  memory_of(layout.start).data(layout.address(k, i / 8)) + i % 8 * 2, 2);
+}
+
+// Calls that follow each other often have one b.
+void multiply_e4m3(i32 n, const u8* a, const u8* b, float* d) {
   static u8 decoded_from[256 * kStepBytes];
   static i32 decoded_rows = 0;
   static tensor_core::Decoded decoded;
-  const i32 n = operation.operands.n;
-  if (operation.a.empty())
-    read_operand(decode(operation.operands.a, "a", operation.place), kRows, a);
-  else
-    std::memcpy(a, operation.a.data(), sizeof(a));
-  read_operand(decode(operation.operands.b, "b", operation.place), n, b);
   if (decoded_rows != n || std::memcmp(decoded_from, b, static_cast<std::size_t>(n) * kStepBytes)) {
     tensor_core::decode(n, b, decoded);
     std::memcpy(decoded_from, b, static_cast<std::size_t>(n) * kStepBytes);
     decoded_rows = n;
   }
-  tensor_core::wgmma_k32_e4m3(kRows, n, a, decoded, operation.values.data());
+  tensor_core::wgmma_k32_e4m3(kRows, n, a, decoded, d);
+}
+
+void multiply_k16(WgmmaType type, i32 n, const u8* a, const u8* b, float* d) {
+  u16 left[kRows * kStepHalves];
+  u16 right[256 * kStepHalves];
+  std::memcpy(left, a, sizeof(left));
+  std::memcpy(right, b, static_cast<std::size_t>(n) * kStepBytes);
+  const auto half = type == WgmmaType::bf16 ? tensor_core::Half::bf16 : tensor_core::Half::f16;
+  tensor_core::step_k16(half, kRows, n, left, right, d);
+}
+
+void execute(Warpgroup& group, i64 number) {
+  Wgmma& operation = group.operation(number);
+  static u8 a[kRows * kStepBytes];
+  static u8 b[256 * kStepBytes];
+  const WgmmaOperands& operands = operation.operands;
+  const i32 n = operands.n;
+  if (operation.a.empty())
+    read_operand(decode(operands.a, "a", /*mn_major=*/false, operation.place), kRows, a);
+  else
+    std::memcpy(a, operation.a.data(), sizeof(a));
+  const Layout b_layout = layout_of_b(operands, operation.place);
+  if (operands.b_mn_major)
+    read_transposed(b_layout, n, b);
+  else
+    read_operand(b_layout, n, b);
+  if (operands.type == WgmmaType::e4m3)
+    multiply_e4m3(n, a, b, operation.values.data());
+  else
+    multiply_k16(operands.type, n, a, b, operation.values.data());
   operation.executed = true;
   const i64 begin = std::max(operation.ready_time, own_block().tensor_cores_busy);
   operation.done_time = begin + i64{kRows} * n * kStepBytes / cycles::kMacsPerCycle;
   own_block().tensor_cores_busy = operation.done_time;
-  trace::work("tensor", format("wgmma m64n%dk32", n), self().warp(), begin, operation.done_time,
-              operation.place);
+  trace::work("tensor", format("wgmma m64n%dk%d", n, operands.type == WgmmaType::e4m3 ? 32 : 16),
+              self().warp(), begin, operation.done_time, operation.place);
   for (Wgmma& later : group.operations)
     if (later.previous == number) later.values = operation.values;
 }
@@ -221,15 +311,16 @@ void issue_wgmma(i32 index, Place at) {
   const u32 clock = static_cast<u32>(number) + 1;
   const auto begin = [&](u32 addr) { own_memory().begin_async_read(addr, index, clock, at); };
   if (first.fragment == nullptr) {
-    const Layout a = decode(first.a, "a", at);
-    check_layout(a, 16 * quarter, 16, "a", at);
-    for_each_unit(a, 16 * quarter, 16, begin);
+    const Layout a = decode(first.a, "a", /*mn_major=*/false, at);
+    check_layout(a, quarter_of_a(quarter), "a", at);
+    for_each_unit(a, quarter_of_a(quarter), begin);
   } else {
     take_fragments(warp, quarter, operation);
   }
-  const Layout b = decode(first.b, "b", at);
-  check_layout(b, 0, first.n, "b", at);
-  for_each_unit(b, 0, first.n, begin);
+  const Layout b = layout_of_b(first, at);
+  check_layout(b, part_of_b(first), "b", at);
+  if (first.b_mn_major) check_panels(b, part_of_b(first), at);
+  for_each_unit(b, part_of_b(first), begin);
 
   for (i32 lane = 0; lane < kWarp; ++lane) {
     float* d = operands_of(warp, lane).d;
@@ -269,8 +360,9 @@ void retire_wgmma(i32 index, i64 target, Place at) {
     if (!operation.executed) execute(group, i);
     const auto end = [&](u32 addr) { own_memory().end_async_read(addr, index); };
     if (operation.a.empty())
-      for_each_unit(decode(operation.operands.a, "a", 0), 16 * quarter, 16, end);
-    for_each_unit(decode(operation.operands.b, "b", 0), 0, operation.operands.n, end);
+      for_each_unit(decode(operation.operands.a, "a", /*mn_major=*/false, 0), quarter_of_a(quarter),
+                    end);
+    for_each_unit(layout_of_b(operation.operands, 0), part_of_b(operation.operands), end);
     // A later operation in flight on the same accumulators keeps them.
     bool last = true;
     for (i64 later = i + 1; later < warp.issued && last; ++later)
@@ -319,6 +411,16 @@ void wgmma_e4m3(float* d, u64 a, u64 b, i32 n, bool accumulate, At at) {
 
 void wgmma_e4m3(float* d, const u32* a, u64 b, i32 n, bool accumulate, At at) {
   WgmmaOperands operands{d, 0, b, a, n, accumulate};
+  meet(Meeting::wgmma, reinterpret_cast<u64>(&operands), 0, at);
+}
+
+void wgmma_k16(WgmmaType type, float* d, u64 a, u64 b, i32 n, bool accumulate, At at) {
+  WgmmaOperands operands{d, a, b, nullptr, n, accumulate, type};
+  meet(Meeting::wgmma, reinterpret_cast<u64>(&operands), 0, at);
+}
+
+void wgmma_k16(WgmmaType type, float* d, const u32* a, u64 b, i32 n, bool accumulate, At at) {
+  WgmmaOperands operands{d, 0, b, a, n, accumulate, type, /*b_mn_major=*/true};
   meet(Meeting::wgmma, reinterpret_cast<u64>(&operands), 0, at);
 }
 

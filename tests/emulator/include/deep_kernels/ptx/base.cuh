@@ -21,6 +21,7 @@ namespace deep_kernels::ptx {
 
 using emulator::At;
 using emulator::Meeting;
+using emulator::WgmmaType;
 
 inline void role(const char* name) { emulator::set_role(name); }
 
@@ -241,6 +242,11 @@ inline u16 bf16_of(float value, At at = At::current()) {
 
 inline u32 bf16x2_of(float low, float high, At at = At::current()) {
   return bf16_of(low, at) | static_cast<u32>(bf16_of(high, at)) << 16;
+}
+inline u32 f16x2_of(float low, float high, At at = At::current()) {
+  emulator::check_poison(low, at);
+  emulator::check_poison(high, at);
+  return emulator::numeric::f16_of(low) | static_cast<u32>(emulator::numeric::f16_of(high)) << 16;
 }
 
 inline u32 f16x2_of(float low, float high, At at = At::current()) {

@@ -168,6 +168,54 @@ void wgmma_m64n128k32_e4m3(float (&d)[64], const u32 (&a)[4], u64 b, bool accumu
                            At at = At::current()) {
   emulator::wgmma_e4m3(d, SignedFragment(a, kSign).word, b, 128, accumulate, at);
 }
+inline void wgmma_m64n64k16_bf16(float (&d)[32], u64 a, u64 b, bool accumulate,
+                                 At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::bf16, d, a, b, 64, accumulate, at);
+}
+inline void wgmma_m64n64k16_f16(float (&d)[32], u64 a, u64 b, bool accumulate,
+                                At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::f16, d, a, b, 64, accumulate, at);
+}
+inline void wgmma_m64n80k16_bf16(float (&d)[40], u64 a, u64 b, bool accumulate,
+                                 At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::bf16, d, a, b, 80, accumulate, at);
+}
+inline void wgmma_m64n80k16_f16(float (&d)[40], u64 a, u64 b, bool accumulate,
+                                At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::f16, d, a, b, 80, accumulate, at);
+}
+inline void wgmma_m64n128k16_bf16(float (&d)[64], u64 a, u64 b, bool accumulate,
+                                  At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::bf16, d, a, b, 128, accumulate, at);
+}
+inline void wgmma_m64n128k16_f16(float (&d)[64], u64 a, u64 b, bool accumulate,
+                                 At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::f16, d, a, b, 128, accumulate, at);
+}
+inline void wgmma_m64n64k16_bf16(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate,
+                                 At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::bf16, d, a, b, 64, accumulate, at);
+}
+inline void wgmma_m64n64k16_f16(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate,
+                                At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::f16, d, a, b, 64, accumulate, at);
+}
+inline void wgmma_m64n128k16_bf16(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate,
+                                  At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::bf16, d, a, b, 128, accumulate, at);
+}
+inline void wgmma_m64n128k16_f16(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate,
+                                 At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::f16, d, a, b, 128, accumulate, at);
+}
+inline void wgmma_m64n256k16_bf16(float (&d)[128], const u32 (&a)[4], u64 b, bool accumulate,
+                                  At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::bf16, d, a, b, 256, accumulate, at);
+}
+inline void wgmma_m64n256k16_f16(float (&d)[128], const u32 (&a)[4], u64 b, bool accumulate,
+                                 At at = At::current()) {
+  emulator::wgmma_k16(WgmmaType::f16, d, a, b, 256, accumulate, at);
+}
 
 // --- dependent launch, registers ----------------------------------------------------------------
 
