@@ -146,8 +146,8 @@ SILU_FAULTS = [
     ),
     _fault(
         "scales of the block of rows before", WRONG,
-        (Edit(FOLD, ".scale_row = operand * column_blocks() + at.columns",
-              ".scale_row = operand * column_blocks() + max_of(at.columns - 1, 0)"),),
+        (Edit(FOLD, ".scale_row = operand * column_blocks() + at.block",
+              ".scale_row = operand * column_blocks() + max_of(at.block - 1, 0)"),),
     ),
     _fault(
         "up scales begin before a cut-off block", WRONG,
@@ -194,7 +194,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "the maximum of one lane's columns", WRONG,
-        (Edit(FOLD, "    greatest = ptx::max_nan(greatest, ptx::shuffle_xor(greatest, 1));\n", ""),), variant=_SMALL,
+        (Edit(FOLD, "fold::lanes_maximum<4>(maximum.value())", "maximum.value()"),), variant=_SMALL,
     ),
     _fault(
         "only the first token's scale is stored", WRONG,
@@ -202,7 +202,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "the tile beside", "wrong bounds race",
-        (Edit(FOLD, "Finish<S>{args, smem, work.place(tile)}", "Finish<S>{args, smem, work.place(tile ^ 1)}"),),
+        (Edit(FOLD, "smem, work.order().at(tile)}", "smem, work.order().at(tile ^ 1)}"),),
     ),
     _fault(
         "sums that are not cleared", "wrong uninitialized",
@@ -218,7 +218,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "a maximum of two blocks", WRONG,
-        (Edit(MUL, "mask < kBlockLanes; mask *= 2", "mask < 2 * kBlockLanes; mask *= 2"),), op="mul",
+        (Edit(MUL, "lanes_maximum<kBlockLanes>", "lanes_maximum<2 * kBlockLanes>"),), op="mul",
     ),
     _fault(
         "up columns of another place", WRONG,
@@ -243,7 +243,7 @@ SILU_FAULTS = [
               "static DK_DEVICE void release(u32 drained) {\n"),), ("factor",), variant=_CLUSTER, k=2176,
     ),
     _fault(
-        "scales into a stage that is not drained", "race",
+        "scales into a stage that is not drained", "mbarrier race",
         (Edit(CORE_SM90, "        ptx::mbarrier_wait(ptx::smem_addr(&smem.drained[stages.slot]), stages.parity);\n"
               "        if (ptx::lane", "        if (ptx::lane"),), variant=_CLUSTER, k=2176,
     ),
@@ -266,13 +266,14 @@ SILU_FAULTS = [
     # --- sm90: start and end of a cluster
     _fault(
         "mbarriers of a block that may not have started", "cluster",
-        (Edit(CORE_SM90, "    ptx::cluster_arrive_relaxed();\n    ptx::cluster_wait();\n", "    ptx::sync_threads();\n"),),
+        (Edit(CORE_SM90, "    ptx::cluster_arrive_relaxed();\n    ptx::cluster_wait();\n",
+              "    ptx::sync_threads();\n"),),
         ("may not have started",), variant=_CLUSTER,
     ),
     _fault(
         "a block that ends before the other's last arrivals", "cluster",
         (Edit(CORE_SM90, "  if constexpr (S.cluster > 1) drain_ring<S>(smem, stages);\n", ""),), ("rank",),
-        variant=_CLUSTER,
+        op="gemm", variant=_CLUSTER,  # the fold's last maxima tell of those arrivals too
     ),
     # --- sm90: maxima from the other block
     _fault(
@@ -281,8 +282,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "maxima over some that may not have been read", "race",
-        (Edit(FOLD_SM90, "      ptx::mbarrier_arrive_peer(ptx::peer_smem(received, peer));  // what came last has been read\n",
-              ""),
+        (Edit(FOLD_SM90, "ptx::mbarrier_arrive_peer(ptx::peer_smem(received, peer));", ""),
          Edit(CORE_SM90, "ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[0][i]), 2);",
               "ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[0][i]), 1);")), variant=_CLUSTER,
     ),
@@ -291,12 +291,9 @@ SILU_FAULTS = [
         (Edit(FOLD_SM90, "smem.mailbox.maxima[tiles.slot]", "smem.mailbox.maxima[0]"),), variant=_CLUSTER,
     ),
     _fault(
-        "a warp that tells of lanes which have not read the maxima", "race",
-        (Edit(FOLD_SM90, "    ptx::sync_warp();\n    if (lane == 0) {", "    if (lane == 0) {"),), variant=_CLUSTER,
-    ),
-    _fault(
         "the maxima of one block", WRONG,
-        (Edit(FOLD_SM90, "ptx::max_nan(amax[r], ptx::load_shared_f32", "ptx::max_nan(amax[r], 0.0f * ptx::load_shared_f32"),),
+        (Edit(FOLD_SM90, "ptx::max_nan(amax[r], ptx::load_shared_f32",
+              "ptx::max_nan(amax[r], 0.0f * ptx::load_shared_f32"),),
         variant=_CLUSTER,
     ),
     _fault(
@@ -342,7 +339,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "rows of w of the other block", WRONG,
-        (Edit(CORE_SM90, "rows.up * kScaleBlock + rank * kHalfRows", "rows.up * kScaleBlock + (1 - rank) * kHalfRows"),),
+        (Edit(CORE_SM90, "rows.up * kScaleBlock + rank", "rows.up * kScaleBlock + (1 - rank)"),),
         variant=_LARGE_CLUSTER,
     ),
     _fault(
@@ -382,7 +379,7 @@ SILU_FAULTS = [
         op="gemm", variant=_CLUSTER,
     ),
     _fault(
-        "rows of w permuted, columns not", WRONG,
+        "rows of w permuted, columns not", "race wrong",
         (Edit(GEMM_SM90, "column_of(permuted, 4 * index", "column_of(false, 4 * index"),), op="gemm", variant=_CLUSTER,
         num_columns=384,
     ),
