@@ -283,8 +283,8 @@ SILU_FAULTS = [
     _fault(
         "maxima over some that may not have been read", "race",
         (Edit(FOLD_SM90, "ptx::mbarrier_arrive_peer(ptx::peer_smem(received, peer));", ""),
-         Edit(CORE_SM90, "ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[0][i]), 2);",
-              "ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[0][i]), 1);")), variant=_CLUSTER,
+         Edit(CORE_SM90, "ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[i % 2][i / 2]), 2);",
+              "ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[i % 2][i / 2]), 1);")), variant=_CLUSTER,
     ),
     _fault(
         "maxima of two tiles in one place", "race pending-async",

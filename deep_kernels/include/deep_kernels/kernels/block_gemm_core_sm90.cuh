@@ -69,7 +69,7 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
     if constexpr (S.exchanges_maxima()) {
       DK_UNROLL
       for (i32 i = 0; i < 2 * smem.mailbox.kWarps; ++i)
-        ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[0][i]), 2);
+        ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[i % 2][i / 2]), 2);
     }
     ptx::fence_mbarrier_init();
   }
@@ -186,7 +186,8 @@ struct ScaleRole {
   };
   // Of tokens and blocks that do not exist anything.
   DK_DEVICE void load(Scales& scales, i32 first_token, TileRows rows, i32 first_block) const {
-    const i32 lane = ptx::fresh_thread_index() % 32;  // what is made of it would be kept, and spilled
+    const i32 lane =
+        ptx::fresh_thread_index() % 32;  // what is made of it would be kept, and spilled
     const i32 k = min_of(first_block + lane % kBlocks, num_k - 1);
     const i32 token = first_token + lane / kBlocks;
     const float* row =
