@@ -35,6 +35,9 @@ _OVERLAPPING = Variant("sm90", "128")
 _BASE = Case(num_tokens=139, k=400, num_columns=272, layout="strided", out=True)
 
 
+_ARRIVE = "          ptx::mbarrier_arrive(ptx::smem_addr(&smem.filled[stages.slot]));\n"  # of a scale warp's lane
+
+
 @dataclass(frozen=True)
 class SiluFault(Fault):
     """A mistake, and the call that meets it: `op` is fold, gemm or mul."""
@@ -249,11 +252,12 @@ SILU_FAULTS = [
     ),
     _fault(
         "a stage that counts no arrival of its scale warps", "mbarrier race uninitialized",
-        (Edit(CORE_SM90, "1 + S.token_groups);", "1);"),), variant=_OVERLAPPING,
+        (Edit(CORE_SM90, "1 + 8 * S.token_groups);", "1);"),), variant=_OVERLAPPING,
     ),
     _fault(
-        "a scale warp that arrives for lanes which still write", "race uninitialized",
-        (Edit(CORE_SM90, "store(scales);\n        ptx::sync_warp();\n", "store(scales);\n"),), variant=_CLUSTER,
+        "a scale warp whose lanes arrive before they write", "race uninitialized",
+        (Edit(CORE_SM90, f"          store(scales);\n{_ARRIVE}", f"{_ARRIVE}          store(scales);\n"),),
+        variant=_CLUSTER,
     ),
     _fault(
         "the next stage is not waited for", "pending-async uninitialized race",
@@ -356,8 +360,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "factors of the k block beside", WRONG,
-        (Edit(CORE_SM90, "if (ptx::lane_index() % kBlocks == i) store(scales);",
-              "if (ptx::lane_index() % kBlocks == (i + 1) % kBlocks) store(scales);"),), variant=_CLUSTER,
+        (Edit(CORE_SM90, "% kBlocks == i)", "% kBlocks == (i + 1) % kBlocks)"),), variant=_CLUSTER,
     ),
     _fault(
         "factors of another warpgroup's tokens", WRONG,

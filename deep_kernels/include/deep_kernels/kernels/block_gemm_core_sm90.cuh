@@ -53,8 +53,9 @@ struct Smem {
   // together.
   alignas(16) float factor[S.stages][S.tile_tokens() / 16][8][2][2];
   // Each pair: who arrives, who waits.
-  alignas(8) u64 filled[S.stages];  // producer thread, TMA bytes, scale warps -> math warps
-  u64 drained[S.stages];            // all math warps of the cluster -> producer thread, scale warps
+  // producer thread, TMA bytes, eight lanes of each scale warp -> math warps
+  alignas(8) u64 filled[S.stages];
+  u64 drained[S.stages];  // all math warps of the cluster -> producer thread, scale warps
   typename MailboxIf<S.exchanges_maxima(), S.tile_tokens()>::Type mailbox;
 };
 
@@ -63,7 +64,7 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
   if (ptx::thread_index() == 0) {
     DK_UNROLL
     for (i32 i = 0; i < S.stages; ++i) {
-      ptx::mbarrier_init(ptx::smem_addr(&smem.filled[i]), 1 + S.token_groups);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.filled[i]), 1 + 8 * S.token_groups);
       ptx::mbarrier_init(ptx::smem_addr(&smem.drained[i]), 4 * S.token_groups * S.cluster);
     }
     if constexpr (S.exchanges_maxima()) {
@@ -225,9 +226,10 @@ struct ScaleRole {
       DK_NO_UNROLL
       for (i32 i = 0; i < min_of(kBlocks, num_k - first); ++i, stages.next()) {
         ptx::mbarrier_wait(ptx::smem_addr(&smem.drained[stages.slot]), stages.parity);
-        if (ptx::lane_index() % kBlocks == i) store(scales);
-        ptx::sync_warp();
-        if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.filled[stages.slot]));
+        if (ptx::lane_index() % kBlocks == i) {
+          store(scales);
+          ptx::mbarrier_arrive(ptx::smem_addr(&smem.filled[stages.slot]));
+        }
       }
     }
   }
