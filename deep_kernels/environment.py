@@ -22,7 +22,7 @@ SETTINGS = {
     "DEEP_KERNELS_NVRTC": "the NVRTC library to load",
     "DEEP_KERNELS_LINEINFO": "1: source lines for profilers",
     "DEEP_KERNELS_MQA_CLEAN": "concurrent or deferred: overrules the measured placement of the -inf fill",
-    "DEEP_KERNELS_SILU_TILE": "32 (sm89), 64 or 128: tokens of a tile, overrules the choice by sizes",
+    "DEEP_KERNELS_SILU_TILE": "tokens of a tile: 64, 128, 32 (sm89), 64x2, 128x2, 192x2 (sm90); overrules the choice",
     "DEEP_KERNELS_SILU_ALGORITHM": "interleaved or two_pass: how sm89 works a fold",
     "DEEP_KERNELS_SILU_STAGES": "1 or 2: stages of the fold's tile of 32 tokens",
     "DEEP_KERNELS_SILU_FOLD_PREFILL": "1: nn.SwiGLUMLP uses the fold, where the module is not told",
@@ -32,7 +32,7 @@ WORDS = {  # of settings that have some
     "DEEP_KERNELS_LINEINFO": ("0", "1"),
     "DEEP_KERNELS_MQA_CLEAN": ("concurrent", "deferred"),
     "DEEP_KERNELS_SILU_FOLD_PREFILL": ("0", "1"),
-    "DEEP_KERNELS_SILU_TILE": ("32", "64", "128"),
+    "DEEP_KERNELS_SILU_TILE": ("32", "64", "128", "64x2", "128x2", "192x2"),
     "DEEP_KERNELS_SILU_ALGORITHM": ("interleaved", "two_pass"),
     "DEEP_KERNELS_SILU_STAGES": ("1", "2"),
 }

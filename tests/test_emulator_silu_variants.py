@@ -13,9 +13,11 @@ from emulator import Emulator
 from emulator.driver import DEFAULT_FLAGS, SANITIZED_FLAGS, compile_ahead
 from emulator.fixtures import emulator_ready  # noqa: F401
 from emulator.memory import guarded
-from emulator.silu_variants import GEMM_VARIANTS, SM89_VARIANTS, VARIANTS, Variant
+from emulator.silu_variants import GEMM_VARIANTS, SM89_VARIANTS, SM90_VARIANTS, VARIANTS, Variant
+from pairwise import pairwise
 from silu_cases import (
     ACTIVATIONS,
+    LAYOUTS,
     Case,
     Inputs,
     Pair,
@@ -32,7 +34,7 @@ from silu_cases import (
 )
 from torch import Tensor
 
-from deep_kernels import formats
+from deep_kernels import _C, formats
 
 # Nothing of them is a multiple of what the kernels work with; the first is the least there can be.
 CASES = [
@@ -53,6 +55,49 @@ EVERY_SM89_VARIANT = pytest.mark.parametrize("variant", SM89_VARIANTS, ids=str)
 # Several tiles of tokens and of columns, more blocks of k than stages.
 BASE = Case(num_tokens=139, k=400, num_columns=272, out=True, seed=3)
 
+# Of sm90, whose tiles give the same bits: k blocks of which a ring has more and less, tokens of several tiles and of a
+# part of one, columns of which a cluster's second block has none, few, or its half; SMs of one cluster, of one and a
+# half, of two and a half.
+SM90_KERNELS = (
+    {"activation": "silu"},
+    {"activation": "silu", "round_bf16": False, "scale_fmt": "ue8m0"},
+    {"activation": "oss", "scale_fmt": "ue8m0"},
+    {"activation": "clamped", "round_bf16": False},
+    {"activation": "gelu", "scale_fmt": "ue8m0"},
+    {"activation": "gelu-clamped", "round_bf16": False},
+)
+SM90_SWEEP = [
+    (
+        Case(
+            num_tokens=row["num_tokens"],
+            k=row["k"],
+            num_columns=row["num_columns"],
+            layout=row["layout"],
+            w_scale_dtype=row["w_scale_dtype"],
+            out=True,
+            seed=seed,
+            **SM90_KERNELS[row["kernel"]],
+        ),
+        row["num_sms"],
+    )
+    for seed, row in enumerate(
+        pairwise(
+            {
+                "num_tokens": (1, 65, 139, 260),
+                "k": (80, 128, 256, 384, 400, 640, 1152, 2176),
+                "num_columns": (48, 80, 144, 256, 272, 400),
+                "layout": LAYOUTS,
+                "w_scale_dtype": (torch.float32, torch.bfloat16),
+                "num_sms": (2, 3, 5),
+                "kernel": range(len(SM90_KERNELS)),
+            }
+        )
+    )
+]
+BY_SM90_CASE = pytest.mark.parametrize(
+    "case, num_sms", [pytest.param(*row, id=f"{row[0]}-{row[1]}sms") for row in SM90_SWEEP]
+)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled(emulator_ready: None) -> Iterator[None]:  # noqa: F811
@@ -64,6 +109,11 @@ def compiled(emulator_ready: None) -> Iterator[None]:  # noqa: F811
                 for case in (*CASES, BASE):
                     if variant.serves(round_bf16=case.round_bf16):
                         run_case(variant.backend, replace(case, out=False), make_inputs(case, "cpu"), fused=True)
+        for variant in SM90_VARIANTS:
+            with variant.chosen():
+                for kernel in SM90_KERNELS:
+                    case = Case(**kernel)
+                    run_case(variant.backend, case, make_inputs(case, "cpu"), fused=True)
 
     compile_ahead(run_all)
     yield
@@ -159,6 +209,41 @@ def test_bits_do_not_depend_on_the_tile_or_the_algorithm(algorithm: str) -> None
     for variant in SM89_VARIANTS:
         if variant.algorithm == algorithm:
             assert_same_pair(run(variant, BASE), wanted)
+
+
+def test_all_tiles_of_the_library_are_here() -> None:
+    assert [variant.tile for variant in SM90_VARIANTS] == list(_C.silu_fold_choice("sm_90a", 1, 128, 2)["rounds"])
+
+
+@BY_SM90_CASE
+def test_bits_of_sm90_do_not_depend_on_the_tile(case: Case, num_sms: int) -> None:
+    """And agree with the formula."""
+    inputs = make_inputs(case, "cpu")
+    first, *others = (run(variant, case, inputs, Emulator(seed=case.seed), num_sms) for variant in SM90_VARIANTS)
+    oracle.assert_quantized(*first, expected(SM90_VARIANTS[0].backend, case, inputs), case.scale_fmt)
+    for pair in others:
+        assert_same_pair(pair, first)
+
+
+@pytest.mark.parametrize("out_dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize(
+    "num_tokens, k, num_columns", [(65, 128, 80), (139, 640, 48), (260, 1152, 272), (65, 2176, 384)]
+)
+def test_bits_of_the_gemm_on_sm90_do_not_depend_on_the_tile(
+    num_tokens: int, k: int, num_columns: int, out_dtype: torch.dtype
+) -> None:
+    """And agree with the formula; each tile with other SMs and another order of threads."""
+    inputs = make_inputs(Case(num_tokens, k, num_columns, layout="columns"), "cpu")
+    x, w = (inputs.x, inputs.x_scale), inputs.half(0)
+    residual = torch.randn(num_tokens, num_columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+    products = []
+    for seed, variant in enumerate(SM90_VARIANTS):
+        with variant.running(Emulator(seed=seed), num_sms=(2, 3, 5)[seed % 3]) as backend:
+            products.append(block_gemm(backend, x, w, out_dtype, residual))
+    acc = oracle.block_gemm(*x, *w, error=sum_error(backend))
+    oracle.assert_bounded(products[0], oracle.residual_sum(acc, residual, out_dtype))
+    for product in products[1:]:
+        assert torch.equal(product.view(torch.uint8), products[0].view(torch.uint8))
 
 
 @EVERY_VARIANT

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import oracle
 import pytest
 import torch
-from conftest import Backend
+from conftest import BACKENDS, Backend
+from emulator import Emulator, build, installed
 from mqa_cases import bits, word
 from silu_cases import (
     ACTIVATIONS,
@@ -33,7 +34,7 @@ from silu_cases import (
 )
 from torch import Tensor
 
-from deep_kernels import formats
+from deep_kernels import _C, formats
 
 NAN, INF = math.nan, math.inf
 by_scale = pytest.mark.parametrize("scale_fmt", formats.SCALE_FORMATS)
@@ -349,6 +350,50 @@ def test_strides_change_no_bit(backend: Backend, layout: str) -> None:
     assert found is view and torch.equal(bits(found), bits(wanted))
     view.fill_(7.0)
     assert (out == 7.0).all(), "written beside the result"
+
+
+TILED = [backend for backend in BACKENDS if backend.arch]
+TILED += [Backend(f"emulator-{arch}", "cpu", f"emulator:{arch}") for arch in ("sm90", "sm89")]
+
+
+@pytest.fixture(params=TILED, ids=lambda backend: backend.name)
+def tiled(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Every backend whose kernels come in several tiles; of the emulated ones the kernels run on the CPU."""
+    backend = request.param
+    if reason := backend.missing():
+        pytest.skip(reason)
+    if backend.device == "cuda":
+        yield backend
+        return
+    try:
+        build.compiler()
+    except build.CompilerMissing as missing:
+        pytest.skip(str(missing))
+    with installed(Emulator()):
+        yield backend
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        Case(1, 128, 48),
+        Case(70, 400, 272, "gelu", scale_fmt="ue8m0", layout="columns"),
+        Case(139, 1152, 144, layout="strided", w_scale_dtype=torch.bfloat16, out=True),
+        Case(389, 256, 256, "oss"),
+    ),
+    ids=str,
+)
+def test_bits_do_not_depend_on_the_tile(tiled: Backend, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each of the words of DEEP_KERNELS_SILU_TILE, beside what is chosen without; of the GEMM too."""
+    inputs = make_inputs(case, tiled.device)
+    x, w = (inputs.x, inputs.x_scale), inputs.half(1)
+    monkeypatch.delenv("DEEP_KERNELS_SILU_TILE", raising=False)
+    pair, product = run_case(tiled, case, inputs, fused=True), block_gemm(tiled, x, w)
+    check(tiled, case, inputs, pair)
+    for tile in _C.silu_fold_choice(str(tiled.arch).removeprefix("emulator:"), 1, 128, 132)["rounds"]:
+        monkeypatch.setenv("DEEP_KERNELS_SILU_TILE", tile)
+        assert_same_pair(run_case(tiled, case, inputs, fused=True), pair)
+        assert torch.equal(bits(block_gemm(tiled, x, w)), bits(product))
 
 
 def test_scales_of_up_pass_through(backend: Backend) -> None:

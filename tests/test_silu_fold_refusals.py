@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import deep_kernels as dk
+from deep_kernels import _C, environment
 
 CPU = BACKENDS[0]
 FOLD, GEMM, MUL = "fp8_silu_fold_prefill", "fp8_block_gemm_nt", "silu_mul_to_fp8_block128"
@@ -323,3 +324,19 @@ def test_supported_refuses_what_the_fold_refuses() -> None:
     for arch in ("cpu", "sm89", "sm90"):
         assert dk.supported(FOLD, arch=arch, fused=False, round_bf16=False) == words
         assert dk.supported(FOLD, arch=arch, fused=None, round_bf16=False) is None
+
+
+TILES = {"sm89": "32, 64, 128", "sm90": "64, 128, 64x2, 128x2, 192x2"}
+
+
+@pytest.mark.parametrize("arch", TILES)
+@pytest.mark.parametrize("tile", ("96", "192", "32x2", "64x1", "64x"))
+def test_a_tile_that_there_is_not(arch: str, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_KERNELS_SILU_TILE", tile)
+    words = f"DEEP_KERNELS_SILU_TILE must be one of {TILES[arch]}, got '{tile}'"
+    assert_refused(ValueError, words, lambda: _C.silu_fold_choice(arch, 64, 256, 132))
+
+
+def test_env_knows_the_tiles() -> None:
+    tiles = {tile for words in TILES.values() for tile in words.split(", ")}
+    assert set(environment.WORDS["DEEP_KERNELS_SILU_TILE"]) == tiles

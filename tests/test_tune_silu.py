@@ -199,7 +199,7 @@ def test_the_table_is_what_the_tuner_writes() -> None:
     "change",
     (
         lambda text: text.replace("true", "yes", 1),
-        lambda text: text.replace("0.0000", "0.0", 1),
+        lambda text: re.sub(r"(, 0\.\d{3})\d,$", r"\1,", text, count=1, flags=re.MULTILINE),
         lambda text: text.replace("{64, 1}", "{64, 01}", 1),
         lambda text: text.replace("{64, 1}", "{32, 1}", 1),
         lambda text: text.replace("kByRounds", "{0, 1, 2}", 1),
@@ -297,7 +297,8 @@ def test_the_library_chooses_by_the_file(monkeypatch: pytest.MonkeyPatch, backen
         near = [row for row in folds if row.num_columns == nearest]
         row = next((row for row in near if tokens <= row.max_tokens), near[-1])
         known = columns == row.num_columns and tokens <= row.max_tokens and num_sms == row.num_sms
-        rounds = {tile: count for tile, count in choice["rounds"].items() if tile in times}
+        fits = {tile for tile in times if table.tile_sizes(tile)[1] <= num_sms}  # a cluster needs its SMs
+        rounds = {tile: count for tile, count in choice["rounds"].items() if tile in fits}
         expected = (row.tile if known else "") or table.tile_by_rounds(rounds, times)
         assert (choice["tile"], choice["fused"]) == (expected, row.fused)
         seen.add(choice["tile"])

@@ -16,17 +16,26 @@ GEMM = "kernels/block_gemm_sm89.cuh"
 MUL = "kernels/silu_mul.cuh"
 MATH = "kernels/silu_math.cuh"
 MMA = "tile/e4m3_mma.cuh"
+CORE_SM90 = "kernels/block_gemm_core_sm90.cuh"
+FOLD_SM90 = "kernels/silu_fold_sm90.cuh"
+GEMM_SM90 = "kernels/block_gemm_sm90.cuh"
 
 WRONG = "wrong"  # no fault of the machine: the oracle sees it
 
-_PLAIN = Variant("sm89", 64, "interleaved")
-_SMALL = Variant("sm89", 32, "interleaved", 2)
-_ONE_STAGE = Variant("sm89", 32, "interleaved", 1)
-_TWO_PASS = Variant("sm89", 64, "two_pass")
-_LARGE = Variant("sm89", 128, "interleaved")
+_PLAIN = Variant("sm89", "64", "interleaved")
+_SMALL = Variant("sm89", "32", "interleaved", 2)
+_ONE_STAGE = Variant("sm89", "32", "interleaved", 1)
+_TWO_PASS = Variant("sm89", "64", "two_pass")
+_LARGE = Variant("sm89", "128", "interleaved")
+_CLUSTER = Variant("sm90", "64x2")
+_LARGE_CLUSTER = Variant("sm90", "192x2")
+_OVERLAPPING = Variant("sm90", "128")
 
 # Several tiles of tokens and of columns, all of them cut off.
 _BASE = Case(num_tokens=139, k=400, num_columns=272, layout="strided", out=True)
+
+
+_ARRIVE = "          ptx::mbarrier_arrive(ptx::smem_addr(&smem.filled[stages.slot]));\n"  # of a scale warp's lane
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ def _fault(
     variant: Variant = _PLAIN, **changes: Any,
 ) -> SiluFault:  # fmt: skip
     silu = replace(_BASE, **changes)
-    return SiluFault(name, "sm89", edits, tuple(kinds.split()), words, op=op, variant=variant, silu=silu)
+    return SiluFault(name, variant.arch, edits, tuple(kinds.split()), words, op=op, variant=variant, silu=silu)
 
 
 SILU_FAULTS = [
@@ -140,8 +149,8 @@ SILU_FAULTS = [
     ),
     _fault(
         "scales of the block of rows before", WRONG,
-        (Edit(FOLD, ".scale_row = operand * column_blocks() + at.columns",
-              ".scale_row = operand * column_blocks() + max_of(at.columns - 1, 0)"),),
+        (Edit(FOLD, ".scale_row = operand * column_blocks() + at.block",
+              ".scale_row = operand * column_blocks() + max_of(at.block - 1, 0)"),),
     ),
     _fault(
         "up scales begin before a cut-off block", WRONG,
@@ -188,7 +197,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "the maximum of one lane's columns", WRONG,
-        (Edit(FOLD, "    greatest = ptx::max_nan(greatest, ptx::shuffle_xor(greatest, 1));\n", ""),), variant=_SMALL,
+        (Edit(FOLD, "fold::lanes_maximum<4>(maximum.value())", "maximum.value()"),), variant=_SMALL,
     ),
     _fault(
         "only the first token's scale is stored", WRONG,
@@ -196,7 +205,7 @@ SILU_FAULTS = [
     ),
     _fault(
         "the tile beside", "wrong bounds race",
-        (Edit(FOLD, "Finish<S>{args, smem, work.place(tile)}", "Finish<S>{args, smem, work.place(tile ^ 1)}"),),
+        (Edit(FOLD, "smem, work.order().at(tile)}", "smem, work.order().at(tile ^ 1)}"),),
     ),
     _fault(
         "sums that are not cleared", "wrong uninitialized",
@@ -212,10 +221,169 @@ SILU_FAULTS = [
     ),
     _fault(
         "a maximum of two blocks", WRONG,
-        (Edit(MUL, "mask < kBlockLanes; mask *= 2", "mask < 2 * kBlockLanes; mask *= 2"),), op="mul",
+        (Edit(MUL, "lanes_maximum<kBlockLanes>", "lanes_maximum<2 * kBlockLanes>"),), op="mul",
     ),
     _fault(
         "up columns of another place", WRONG,
         (Edit(MUL, "from + args.num_columns", "from + args.num_columns - 8"),), op="mul",
+    ),
+    # --- sm90: who fills and drains the ring
+    _fault(
+        "the other block is not told that a stage is drained", "deadlock",
+        (Edit(CORE_SM90, "ptx::mbarrier_arrive_peer(ptx::peer_smem(drained, ptx::lane_index()));",
+              "ptx::mbarrier_arrive_peer(ptx::peer_smem(drained, ptx::cluster_rank()));"),
+         Edit(CORE_SM90, "if (ptx::lane_index() < S.cluster)\n", "if (ptx::lane_index() < 1)\n")),
+        variant=_CLUSTER,
+    ),
+    _fault(
+        "a stage that one block has drained is filled", "mbarrier race pending-async cluster",
+        (Edit(CORE_SM90, "4 * S.token_groups * S.cluster);", "4 * S.token_groups);"),), variant=_LARGE_CLUSTER,
+        k=2176,
+    ),
+    _fault(
+        "a warp that arrives for lanes which still read factors", "race",
+        (Edit(CORE_SM90, "static DK_DEVICE void release(u32 drained) {\n    ptx::sync_warp();\n",
+              "static DK_DEVICE void release(u32 drained) {\n"),), ("factor",), variant=_CLUSTER, k=2176,
+    ),
+    _fault(
+        "scales into a stage that is not drained", "mbarrier race",
+        (Edit(CORE_SM90, "        ptx::mbarrier_wait(ptx::smem_addr(&smem.drained[stages.slot]), stages.parity);\n"
+              "        if (ptx::lane", "        if (ptx::lane"),), variant=_CLUSTER, k=2176,
+    ),
+    _fault(
+        "a stage that counts no arrival of its scale warps", "mbarrier race uninitialized",
+        (Edit(CORE_SM90, "1 + 8 * S.token_groups);", "1);"),), variant=_OVERLAPPING,
+    ),
+    _fault(
+        "a scale warp whose lanes arrive before they write", "race uninitialized",
+        (Edit(CORE_SM90, f"          store(scales);\n{_ARRIVE}", f"{_ARRIVE}          store(scales);\n"),),
+        variant=_CLUSTER,
+    ),
+    _fault(
+        "the next stage is not waited for", "pending-async uninitialized race",
+        (Edit(CORE_SM90, "    stages.next();\n    wait_for_stage();\n", "    stages.next();\n"),), variant=_CLUSTER,
+    ),
+    _fault(
+        "a copy of x for the own block alone", "deadlock",
+        (Edit(CORE_SM90, "(1u << S.cluster) - 1);", "1u << rank);"),), ("bytes are expected",), variant=_CLUSTER,
+    ),
+    # --- sm90: start and end of a cluster
+    _fault(
+        "mbarriers of a block that may not have started", "cluster",
+        (Edit(CORE_SM90, "    ptx::cluster_arrive_relaxed();\n    ptx::cluster_wait();\n",
+              "    ptx::sync_threads();\n"),),
+        ("may not have started",), variant=_CLUSTER,
+    ),
+    _fault(
+        "a block that ends before the other's last arrivals", "cluster",
+        (Edit(CORE_SM90, "  if constexpr (S.cluster > 1) drain_ring<S>(smem, stages);\n", ""),), ("rank",),
+        op="gemm", variant=_CLUSTER,  # the fold's last maxima tell of those arrivals too
+    ),
+    # --- sm90: maxima from the other block
+    _fault(
+        "maxima that nobody waits for", "pending-async race uninitialized",
+        (Edit(FOLD_SM90, "    ptx::mbarrier_wait(received, tiles.parity);\n", ""),), variant=_CLUSTER,
+    ),
+    _fault(
+        "maxima over some that may not have been read", "race",
+        (Edit(FOLD_SM90, "ptx::mbarrier_arrive_peer(ptx::peer_smem(received, peer));", ""),
+         Edit(CORE_SM90, "ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[i % 2][i / 2]), 2);",
+              "ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[i % 2][i / 2]), 1);")), variant=_CLUSTER,
+    ),
+    _fault(
+        "maxima of two tiles in one place", "race pending-async",
+        (Edit(FOLD_SM90, "smem.mailbox.maxima[tiles.slot]", "smem.mailbox.maxima[0]"),), variant=_CLUSTER,
+    ),
+    _fault(
+        "the maxima of one block", WRONG,
+        (Edit(FOLD_SM90, "ptx::max_nan(amax[r], ptx::load_shared_f32",
+              "ptx::max_nan(amax[r], 0.0f * ptx::load_shared_f32"),),
+        variant=_CLUSTER,
+    ),
+    _fault(
+        "maxima of the token eight before", WRONG,
+        (Edit(FOLD_SM90, "lane % 4 == 0 ? amax[0] : amax[1]", "amax[0]"),), variant=_CLUSTER,
+    ),
+    # --- sm90: places
+    _fault(
+        "both blocks store the scale", "race",
+        (Edit(FOLD_SM90, "if (first_column == 0 && ", "if ("),), ("out scale",), variant=_CLUSTER,
+    ),
+    _fault(
+        "the other block's columns begin too early", "race wrong",
+        (Edit(FOLD_SM90, "first_column(block_rank<S>() * (S.tile().rows() / 2))",
+              "first_column(block_rank<S>() * (S.tile().rows() / 4))"),), variant=_CLUSTER,
+    ),
+    _fault(
+        "columns of a block that has none", "bounds race",
+        (Edit(FOLD_SM90, "if (first_column + column < args.num_columns)", "if (column < args.num_columns)"),),
+        variant=_CLUSTER,
+    ),
+    _fault(
+        "scales of tokens that do not exist", "bounds",
+        (Edit(CORE_SM90, "token + 8 * i < args.num_tokens", "token >= 0"),), variant=_CLUSTER,
+    ),
+    _fault(
+        "scales of k blocks that do not exist", "bounds",
+        (Edit(CORE_SM90, "min_of(first_block + lane % kBlocks, num_k - 1)", "first_block + lane % kBlocks"),),
+        variant=_CLUSTER, k=144,
+    ),
+    _fault(
+        "columns of the GEMM that do not exist", "bounds race",
+        (Edit(GEMM_SM90, "token >= args.gemm.num_tokens || first >= args.num_columns",
+              "token >= args.gemm.num_tokens"),
+         Edit(GEMM_SM90, "if (column(c) < args.num_columns) ptx::store_global(row + column(c), value[c]);",
+              "ptx::store_global(row + column(c), value[c]);")), op="gemm", variant=_CLUSTER, num_columns=80,
+    ),
+    # --- sm90: numbers that are wrong
+    _fault(
+        "shares of x exchanged", WRONG,
+        (Edit(CORE_SM90, "smem.x[slot][rank * kShare", "smem.x[slot][(S.cluster - 1 - rank) * kShare"),),
+        variant=_CLUSTER,
+    ),
+    _fault(
+        "rows of w of the other block", WRONG,
+        (Edit(CORE_SM90, "rows.up * kScaleBlock + rank", "rows.up * kScaleBlock + (1 - rank)"),),
+        variant=_LARGE_CLUSTER,
+    ),
+    _fault(
+        "factors of the first stage", "wrong race",
+        (Edit(CORE_SM90, "factors + stages.slot * sizeof(smem.factor[0])", "factors"),), variant=_LARGE_CLUSTER,
+    ),
+    _fault(
+        "factors of gate and up swapped", WRONG,
+        (Edit(CORE_SM90, "factor[i / 2][i % 2] = ", "factor[i / 2][1 - i % 2] = "),), variant=_CLUSTER,
+    ),
+    _fault(
+        "factors of the token eight beside", WRONG,
+        (Edit(CORE_SM90, "factor[i / 2][i % 2] = ", "factor[1 - i / 2][i % 2] = "),), variant=_OVERLAPPING,
+    ),
+    _fault(
+        "factors of the k block beside", WRONG,
+        (Edit(CORE_SM90, "% kBlocks == i)", "% kBlocks == (i + 1) % kBlocks)"),), variant=_CLUSTER,
+    ),
+    _fault(
+        "factors of another warpgroup's tokens", WRONG,
+        (Edit(CORE_SM90, "tile.token * S.tile_tokens() + 64 * group;", "tile.token * S.tile_tokens();"),),
+        variant=_LARGE_CLUSTER,
+    ),
+    _fault(
+        "the last turn of an even number of k blocks left out", "wrong deadlock mbarrier",
+        (Edit(CORE_SM90, "      take_last_turn(part[1]);\n", ""),), variant=_CLUSTER,
+    ),
+    _fault(
+        "sums that are cleared before they are collected", WRONG,
+        (Edit(CORE_SM90, "    const auto collected = epilogue.collect(math, done);\n    math.clear();\n",
+              "    math.clear();\n    const auto collected = epilogue.collect(math, done);\n"),), variant=_OVERLAPPING,
+    ),
+    _fault(
+        "halves of the GEMM's tile swapped on sm90", WRONG,
+        (Edit(GEMM_SM90, "(2 * tile.block + half) * kScaleBlock", "(2 * tile.block + 1 - half) * kScaleBlock"),),
+        op="gemm", variant=_CLUSTER,
+    ),
+    _fault(
+        "rows of w permuted, columns not", "race wrong",
+        (Edit(GEMM_SM90, "column_of(permuted, 4 * index", "column_of(false, 4 * index"),), op="gemm", variant=_CLUSTER,
+        num_columns=384,
     ),
 ]  # fmt: skip

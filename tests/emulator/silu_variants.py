@@ -18,12 +18,12 @@ class Variant:
     """A kernel of the fold; where `algorithm` or `stages` is None there is but one."""
 
     arch: str
-    tile: int  # tokens
+    tile: str  # as DEEP_KERNELS_SILU_TILE: tokens; x2: of a cluster of two
     algorithm: str | None = None
     stages: int | None = None
 
     def __str__(self) -> str:
-        words = (self.arch, str(self.tile), self.algorithm, None if self.stages is None else f"{self.stages}-stages")
+        words = (self.arch, self.tile, self.algorithm, None if self.stages is None else f"{self.stages}-stages")
         return "-".join(word for word in words if word)
 
     @property
@@ -32,7 +32,7 @@ class Variant:
 
     def serves(self, *, round_bf16: bool) -> bool:
         """act(g) of 128 tokens in float32 has no room beside two stages."""
-        return round_bf16 or self.algorithm != "two_pass" or self.tile != 128
+        return round_bf16 or self.algorithm != "two_pass" or self.tile != "128"
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
@@ -50,15 +50,16 @@ class Variant:
 
 
 SM89_VARIANTS = [
-    Variant("sm89", 32, "interleaved", 2),
-    Variant("sm89", 32, "interleaved", 1),
-    Variant("sm89", 32, "two_pass", 2),
-    Variant("sm89", 32, "two_pass", 1),
-    Variant("sm89", 64, "interleaved"),
-    Variant("sm89", 64, "two_pass"),
-    Variant("sm89", 128, "interleaved"),
-    Variant("sm89", 128, "two_pass"),
+    Variant("sm89", "32", "interleaved", 2),
+    Variant("sm89", "32", "interleaved", 1),
+    Variant("sm89", "32", "two_pass", 2),
+    Variant("sm89", "32", "two_pass", 1),
+    Variant("sm89", "64", "interleaved"),
+    Variant("sm89", "64", "two_pass"),
+    Variant("sm89", "128", "interleaved"),
+    Variant("sm89", "128", "two_pass"),
 ]
-VARIANTS = [*SM89_VARIANTS, Variant("sm90", 64), Variant("sm90", 128)]
+SM90_VARIANTS = [Variant("sm90", tile) for tile in ("64", "128", "64x2", "128x2", "192x2")]
+VARIANTS = [*SM89_VARIANTS, *SM90_VARIANTS]
 # Without those that differ in the fold alone.
 GEMM_VARIANTS = [variant for variant in VARIANTS if variant.algorithm != "two_pass" and variant.stages != 1]

@@ -53,8 +53,9 @@ struct Smem {
   // together.
   alignas(16) float factor[S.stages][S.tile_tokens() / 16][8][2][2];
   // Each pair: who arrives, who waits.
-  alignas(8) u64 filled[S.stages];  // producer thread, TMA bytes, scale warps -> math warps
-  u64 drained[S.stages];            // all math warps of the cluster -> producer thread, scale warps
+  // producer thread, TMA bytes, eight lanes of each scale warp -> math warps
+  alignas(8) u64 filled[S.stages];
+  u64 drained[S.stages];  // all math warps of the cluster -> producer thread, scale warps
   typename MailboxIf<S.exchanges_maxima(), S.tile_tokens()>::Type mailbox;
 };
 
@@ -63,13 +64,13 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
   if (ptx::thread_index() == 0) {
     DK_UNROLL
     for (i32 i = 0; i < S.stages; ++i) {
-      ptx::mbarrier_init(ptx::smem_addr(&smem.filled[i]), 1 + S.token_groups);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.filled[i]), 1 + 8 * S.token_groups);
       ptx::mbarrier_init(ptx::smem_addr(&smem.drained[i]), 4 * S.token_groups * S.cluster);
     }
     if constexpr (S.exchanges_maxima()) {
       DK_UNROLL
       for (i32 i = 0; i < 2 * smem.mailbox.kWarps; ++i)
-        ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[0][i]), 2);
+        ptx::mbarrier_init(ptx::smem_addr(&smem.mailbox.received[i % 2][i / 2]), 2);
     }
     ptx::fence_mbarrier_init();
   }
@@ -186,7 +187,8 @@ struct ScaleRole {
   };
   // Of tokens and blocks that do not exist anything.
   DK_DEVICE void load(Scales& scales, i32 first_token, TileRows rows, i32 first_block) const {
-    const i32 lane = ptx::fresh_thread_index() % 32;  // what is made of it would be kept, and spilled
+    const i32 lane =
+        ptx::fresh_thread_index() % 32;  // what is made of it would be kept, and spilled
     const i32 k = min_of(first_block + lane % kBlocks, num_k - 1);
     const i32 token = first_token + lane / kBlocks;
     const float* row =
@@ -224,9 +226,10 @@ struct ScaleRole {
       DK_NO_UNROLL
       for (i32 i = 0; i < min_of(kBlocks, num_k - first); ++i, stages.next()) {
         ptx::mbarrier_wait(ptx::smem_addr(&smem.drained[stages.slot]), stages.parity);
-        if (ptx::lane_index() % kBlocks == i) store(scales);
-        ptx::sync_warp();
-        if (ptx::lane_index() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&smem.filled[stages.slot]));
+        if (ptx::lane_index() % kBlocks == i) {
+          store(scales);
+          ptx::mbarrier_arrive(ptx::smem_addr(&smem.filled[stages.slot]));
+        }
       }
     }
   }
