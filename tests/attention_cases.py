@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise as neighbours
 from typing import Any
@@ -277,3 +278,25 @@ def chosen_scores(scores: Tensor, values: Tensor, dtype: torch.dtype, device: st
     q[0, :, 0, :num_kv] = scores
     k = torch.eye(128)[:num_kv].view(1, num_kv, 1, 128)
     return Inputs(*(x.to(dtype).to(device) for x in (q, k, values.view(1, num_kv, 1, 128))))
+
+
+def emulated_keys(backend: Backend, dtype: torch.dtype, rule: tuple[int, ...]) -> list[bool]:
+    """Which of 128 keys have an emulated power. Query j has one, of an exponent where the polynomials are off, at key j
+    beside one of 0 at the other key of the pair; lse shows which it was."""
+    exponent = {torch.bfloat16: -0.5546875, torch.float16: -0.93408203125}[dtype]
+    scores = torch.full((128, 128), -3000.0)
+    scores[torch.arange(128), torch.arange(128) ^ 1] = 0.0
+    scores.fill_diagonal_(exponent)
+    inputs = chosen_scores(scores, torch.ones(128, 128), dtype, backend.device)
+    _, lse = attend(backend, inputs, softmax_scale=LN2, **emulation(rule))
+    off = (lse[0, 0].double().cpu() - math.log1p(2.0**exponent)).abs()
+    return [bool(x) for x in off > EMULATED_ERROR[dtype] / 8]
+
+
+def keys_by_rule(backend: Backend, rule: tuple[int, int, int]) -> list[bool]:
+    """The same by the rule in words."""
+    tile, length, count = fragments(backend, 128, causal=False)
+    if backend.name == "cpu":
+        return [is_emulated(*rule, j % length, j // length, count) for j in range(128)]
+    # Two neighbours of every eight columns belong to a thread.
+    return [is_emulated(*rule, j % tile // 8 * 2 + j % 2, 0, count) for j in range(128)]

@@ -27,9 +27,11 @@ from attention_cases import (
     attend_packed,
     check,
     chosen_scores,
+    emulated_keys,
     emulation,
     fragments,
     is_emulated,
+    keys_by_rule,
     laid_out,
     make_inputs,
     pack,
@@ -233,27 +235,12 @@ RULES = ((4, 3, 0), (4, 3, 2), (14, 6, 0), (16, 1, 0), (5, 2, 1), (1, 1, 0), (10
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule)))
 @by_dtype
 def test_the_pairs_that_are_emulated(backend: Backend, dtype: torch.dtype, rule: tuple[int, int, int]) -> None:
-    """Query j has a second power at key j, of an exponent where either polynomial is off; lse shows which it was."""
-    exponent = {torch.bfloat16: -0.5546875, torch.float16: -0.93408203125}[dtype]
-    scores = torch.full((128, 128), -3000.0)
-    scores[torch.arange(128), (torch.arange(128) + 1) % 128] = 0.0
-    scores.fill_diagonal_(exponent)
-    inputs = chosen_scores(scores, torch.ones(128, 128), dtype, backend.device)
-    _, lse = attend(backend, inputs, softmax_scale=LN2, **emulation(rule))
-    exact = math.log1p(2.0**exponent)
-    seen = (lse[0, 0].double().cpu() - exact).abs() > EMULATED_ERROR[dtype] / 8
+    emulated = emulated_keys(backend, dtype, rule)
     tile, length, count = fragments(backend, 128, causal=False)
-    wanted = []
-    for j in range(128):
-        if backend.name == "cpu":
-            fragment, k = j // length, j % length
-        else:  # two neighbours of every eight columns belong to a thread
-            fragment, k = 0, j % tile // 8 * 2 + j % 2
-        wanted.append(is_emulated(*rule, k, fragment, count))
-    assert seen.tolist() == wanted
+    assert emulated == keys_by_rule(backend, rule)
     if tile == 128:
         share = dk.ex2_emulated_share(*rule, fragment=length, num_fragments=count)
-        assert share == sum(wanted) / 128
+        assert share == sum(emulated) / 128
 
 
 @pytest.mark.parametrize("fragment, count", ((2, 1), (16, 1), (20, 1), (32, 1), (32, 4), (32, 2), (64, 8)))
@@ -320,7 +307,9 @@ def test_emulation_changes_little(backend: Backend, dtype: torch.dtype, head_dim
         assert (on_lse - off_lse).abs().max() <= 1.01 * error + 2.0**-21 * off_lse.abs().max()
         largest = inputs.v.float().abs().max()
         assert (on.float() - off.float()).abs().max() <= (2 * error + torch.finfo(dtype).eps) * largest
-        assert not torch.equal(on_lse, off_lse), "it was asked for"
+        _, length, count = fragments(backend, head_dim, causal=False)
+        share = dk.ex2_emulated_share(*ex2, fragment=length, num_fragments=count)
+        assert torch.equal(on_lse, off_lse) == (share == 0), "what was asked for"
 
 
 def test_off_is_off(backend: Backend) -> None:

@@ -140,16 +140,18 @@ void run_on_card(const AttentionCall& call, const AttentionCase& wanted, const P
                                            ceil_div<i64>(args.num_kv, spec.tile_keys));
   spec.split = num_splits > 1;
   const at::Tensor workspace = set_splits(args, num_splits, wanted.head_dim, place.device);
-  const auto buffers = [&] {
-    return buffers_of(inputs_of(call),
-                      {{"out", result.out}, {"lse", result.lse}, {"workspace", workspace}});
-  };
+  const NamedTensor scratch("workspace", workspace), out("out", result.out), lse("lse", result.lse);
+  const auto buffers = [&] { return buffers_of(inputs_of(call), {out, lse, scratch}); };
   const auto maps = attention_maps(args, spec);
   run_kernel(arch, place.device, spec, spec.grid(args, num_sms), args, buffers, maps.q, maps.k,
              maps.v);
   if (!spec.split) return;
   const AttentionJoinSpec join = choose_attention_join_spec(wanted);
-  run_kernel(arch, place.device, join, join.grid(args, num_sms), args, buffers);
+  run_kernel(arch, place.device, join, join.grid(args, num_sms), args, [&] {
+    NamedTensors inputs = inputs_of(call);
+    inputs.push_back(scratch);
+    return buffers_of(inputs, {out, lse});
+  });
 }
 
 }  // namespace

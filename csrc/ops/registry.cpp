@@ -236,7 +236,10 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   for_each_silu_fold_spec(arch.backend, add);
   for_each_block_gemm_spec(arch.backend, add);
   for_each_silu_mul_spec(Backend::sm89, add);
-  if (arch.backend == Backend::sm90) for_each_attention_spec(arch.backend, add);
+  if (!attention_refusal({}, arch.backend)) {
+    for_each_attention_spec(arch.backend, add);
+    for_each_attention_join_spec(Backend::sm89, add);
+  }
   return specs;
 }
 

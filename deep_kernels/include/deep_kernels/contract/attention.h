@@ -281,7 +281,7 @@ struct AttentionTile {
 };
 constexpr AttentionTile attention_tile(Backend backend, i32 head_dim, bool causal) {
   if (backend == Backend::sm89)
-    return head_dim == 256 ? AttentionTile{64, 32, 2, 2} : AttentionTile{64, 64, 2, 2};
+    return head_dim == 256 ? AttentionTile{64, 32, 2, 2} : AttentionTile{128, 64, 2, 2};
   if (head_dim == 64) return {192, 128, 2, 2};
   if (head_dim == 128) return {192, 80, 3, 3};
   return causal ? AttentionTile{128, 64, 3, 2} : AttentionTile{128, 80, 2, 2};

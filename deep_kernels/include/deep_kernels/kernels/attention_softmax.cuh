@@ -71,6 +71,31 @@ DK_DEVICE void powers_as_a(u32 (&a)[4], const float (&powers)[kCount], i32 step)
     a[i] = rounded_pair<kType>(powers[8 * step + 2 * i], powers[8 * step + 2 * i + 1]);
 }
 
+// --- what a row ends with
+// -------------------------------------------------------------------------
+
+// Of a row that saw nothing, or nothing but -inf, 0 whatever that was multiplied with.
+DK_DEVICE float quotient(float value, float sum) {
+  return sum == 0.0f ? 0.0f : value * (1.0f / sum);
+}
+DK_DEVICE float log2_sum(float reference, float sum) {
+  return reference + ptx::lg2_approx_ftz(sum);
+}
+DK_DEVICE void store_lse(const AttentionArgs& args, const AttentionMember& member, i32 head,
+                         i32 query, float log2_sum) {
+  ptx::store_global(args.lse + attention_lse_index(args, member, head, query), log2_sum * kLn2);
+}
+DK_DEVICE u16* out_row(const AttentionArgs& args, const AttentionMember& member, i32 head,
+                       i32 query) {
+  return args.out + member.batch * args.out_batch_stride +
+         (member.first_q + query) * args.out_token_stride + head * args.out_head_stride;
+}
+// Where a split has a row, in partial_out and partial_lse.
+DK_DEVICE i64 partial_row(const AttentionArgs& args, const AttentionMember& member, i32 split,
+                          i32 head, i32 query) {
+  return split * args.num_rows() + attention_row(args, member, head, query);
+}
+
 // --- rows on their way through the tiles of keys
 // --------------------------------------------------
 
@@ -120,11 +145,8 @@ struct RowSoftmax {
       for (i32 mask = 1; mask < 4; mask *= 2) sum[row] += ptx::shuffle_xor(sum[row], mask);
     }
   }
-  // Of a row that saw nothing, or nothing but -inf, 0 whatever it was multiplied with.
-  DK_DEVICE float divided(float value, i32 row) const {
-    return sum[row] == 0.0f ? 0.0f : value * (1.0f / sum[row]);
-  }
-  DK_DEVICE float log2_sum(i32 row) const { return reference[row] + ptx::lg2_approx_ftz(sum[row]); }
+  DK_DEVICE float divided(float value, i32 row) const { return quotient(value, sum[row]); }
+  DK_DEVICE float log2_sum(i32 row) const { return flash::log2_sum(reference[row], sum[row]); }
 
  private:
   // Over the four lanes that share the row; a NaN wins.
@@ -158,17 +180,5 @@ struct RowSoftmax {
     for (i32 row = 0; row < kLaneRows; ++row) sum[row] += part[row][0] + part[row][1];
   }
 };
-
-// The logarithm of a row's sum, where it belongs.
-template <AttentionSpec S>
-DK_DEVICE void store_log_sum(const AttentionArgs& args, const AttentionMember& member, i32 split,
-                             i32 head, i32 query, float log2_sum) {
-  if constexpr (S.split)
-    ptx::store_global(
-        args.partial_lse + split * args.num_rows() + attention_row(args, member, head, query),
-        log2_sum);
-  else
-    ptx::store_global(args.lse + attention_lse_index(args, member, head, query), log2_sum * kLn2);
-}
 
 }  // namespace deep_kernels::flash

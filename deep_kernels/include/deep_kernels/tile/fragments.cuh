@@ -1,4 +1,4 @@
-// Operands of mma.sync m16n8k32 out of swizzled rows in shared memory. Rows are read 8 at a time
+// Operands of mma.sync m16n8k32 of bytes, or m16n8k16, out of swizzled rows in shared memory. Rows are read 8 at a time
 // from a multiple of 8 rows on, so that the swizzle of a lane's address depends on the lane and the
 // k-step alone.
 #pragma once
@@ -27,6 +27,18 @@ DK_DEVICE void load_b_fragments(u32 (&b)[2][2], u32 rows, i32 step) {
   u32 both[4];
   ptx::ldmatrix_x4(
       both, rows + swizzled_offset<kRowBytes>(lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2));
+  b[0][0] = both[0], b[0][1] = both[1];
+  b[1][0] = both[2], b[1][1] = both[3];
+}
+
+// 16 rows of 16-bit elements as the second operand whose k they are: columns [16 step, 16 step +
+// 16), two octets.
+template <i32 kRowBytes>
+DK_DEVICE void load_transposed_b_fragments(u32 (&b)[2][2], u32 rows, i32 step) {
+  const i32 lane = ptx::lane_index();
+  u32 both[4];
+  ptx::ldmatrix_x4_trans(both,
+                         rows + swizzled_offset<kRowBytes>(lane % 16, 2 * step + lane / 16));
   b[0][0] = both[0], b[0][1] = both[1];
   b[1][0] = both[2], b[1][1] = both[3];
 }

@@ -1,0 +1,273 @@
+"""The kernels of flash attention on the emulator, against the float64 oracle, strictly checked while they run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from attention_cases import (
+    DTYPES,
+    HEAD_DIMS,
+    Case,
+    GuardedOut,
+    Inputs,
+    Packed,
+    attend,
+    attend_packed,
+    check,
+    emulated_keys,
+    keys_by_rule,
+    laid_out,
+    make_inputs,
+    pack,
+    run_case,
+)
+from conftest import Backend
+from emulator import Emulator, installed
+from emulator.driver import SANITIZED_FLAGS, compile_ahead
+from emulator.fixtures import emulator_ready  # noqa: F401
+from emulator.memory import guarded
+from mqa_cases import assert_same_bits, word
+from torch import Tensor
+
+SM89 = Backend("emulator-sm89", "cpu", "emulator:sm89")
+BACKENDS = (SM89,)
+by_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+by_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+by_causal = pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+Result = tuple[Tensor, Tensor]
+
+# All dtypes, head sizes and ratios; tiles cut off at both ends; more queries than keys; parts without keys.
+CASES = (
+    Case(2, 1, 130, (4, 1)),
+    Case(1, 135, 200, (2, 2), causal=True, ex2=(4, 3), layout="heads-first"),
+    Case(1, 5, 64, (3, 1), dtype=torch.float16, out=True, num_splits=3),
+    Case(1, 150, 70, (2, 1), 128, torch.float16, causal=True, layout="strided"),
+    Case(2, 17, 129, (2, 2), 128, ex2=(14, 6), out=True),
+    Case(1, 140, 141, (4, 2), 128, causal=True, num_splits=2, scale=0.3),
+    Case(1, 20, 97, (7, 7), 256, ex2=(1, 1)),
+    Case(1, 70, 90, (4, 1), 256, torch.float16, causal=True, ex2=(4, 3), layout="strided", out=True),
+    Case(2, 66, 31, (1, 1), 256, causal=True, num_splits=4),
+    Case(1, 3, 0),
+)
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+BASE = Case(1, 40, 150, (2, 1), causal=True, ex2=(4, 3))
+LENGTHS = [(5, 100), (0, 40), (70, 70), (33, 0), (1, 129), (0, 0), (140, 20)]
+
+
+def guarded_inputs(inputs: Inputs) -> Inputs:
+    return Inputs(*(guarded(tensor) for tensor in inputs.tensors()))
+
+
+def run(backend: Backend, case: Case, inputs: Inputs, *, emulator: Emulator | None = None, num_sms: int = 3) -> Result:
+    """The call on the emulator, its inputs between pages that fault unless their strides are the matter."""
+    if case.layout == "rows":
+        inputs = guarded_inputs(inputs)
+    emulator = emulator or Emulator()
+    with installed(emulator, num_sms):
+        result = run_case(backend, case, inputs)
+    names = ["attention", "attention_join"] if case.num_splits != 1 else ["attention"]
+    assert [launch["op"] for launch in emulator.launches] == names
+    return result
+
+
+def run_packed(backend: Backend, case: Case, packed: Packed, emulator: Emulator | None = None) -> Result:
+    with installed(emulator or Emulator()):
+        return attend_packed(backend, replace(packed, inputs=guarded_inputs(packed.inputs)), **case.options)
+
+
+def assert_same(found: Result, wanted: Result) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled(emulator_ready: None) -> Iterator[None]:  # noqa: F811
+    """The kernels of most tests, compiled side by side before the first is run."""
+
+    def run_all() -> None:
+        kinds = product(DTYPES, HEAD_DIMS, (False, True))
+        rows = (Case(1, 1, 1, (1, 1), head_dim, dtype, causal, ex2=(4, 3)) for dtype, head_dim, causal in kinds)
+        for backend, case in product(BACKENDS, (*CASES, BASE, *rows)):
+            attend(backend, make_inputs(case, "cpu"), **case.options)
+        for backend, causal, num_splits in product(BACKENDS, (False, True), (1, 3)):
+            case = replace(BASE, causal=causal, num_splits=num_splits)
+            attend_packed(backend, pack(case, [(1, 1)], "cpu"), **case.options)
+
+    compile_ahead(run_all)
+    yield
+
+
+# ------------------------------------------------------------------------------------------ agreement
+
+
+@by_backend
+@by_case
+def test_agrees_with_the_oracle(backend: Backend, case: Case) -> None:
+    inputs = make_inputs(case, "cpu")
+    check(backend, case, inputs, run(backend, case, inputs))
+
+
+@by_backend
+def test_ones_give_one(backend: Backend) -> None:
+    for dtype, head_dim in product(DTYPES, HEAD_DIMS):
+        case = replace(BASE, dtype=dtype, head_dim=head_dim)
+        inputs = make_inputs(case, "cpu")
+        out, _ = run(backend, case, replace(inputs, v=torch.ones_like(inputs.v)))
+        assert (out.double() - 1).abs().max() <= torch.finfo(dtype).eps
+
+
+@by_backend
+@pytest.mark.parametrize("num_splits", (1, 3))
+@by_causal
+def test_packed_members_are_dense_ones(backend: Backend, causal: bool, num_splits: int) -> None:
+    """Members without queries, without keys, without either; tokens behind the last one stay as they are."""
+    case = replace(BASE, causal=causal, num_splits=num_splits)
+    packed = pack(case, LENGTHS, "cpu", behind=9)
+    guard = GuardedOut(tuple(packed.inputs.q.shape), case.dtype, "cpu")
+    with installed(Emulator()):
+        out, lse = attend_packed(backend, packed, out=guard.view, **case.options)
+    assert (out[sum(q for q, _ in LENGTHS) :] == 7).all()
+    out = out.clone()
+    for q, kv in packed.members():
+        alone = packed.member(q, kv)
+        found = out[None, q], lse[None, :, q]
+        check(backend, case, alone, found)
+        if num_splits == 1 and alone.q.numel() > 0:
+            with installed(Emulator()):
+                assert_same(found, attend(backend, alone, **case.options))
+    guard.check(guard.view)
+
+
+@by_backend
+def test_a_wrong_max_seqlen_is_right(backend: Backend) -> None:
+    packed = pack(BASE, LENGTHS, "cpu")
+    wanted = run_packed(backend, BASE, packed)
+    for longest in (0, 1, 10**6):
+        assert_same(run_packed(backend, BASE, replace(packed, max_q=longest, max_k=longest)), wanted)
+
+
+# ------------------------------------------------------------------------------------------ same bits
+
+
+@by_backend
+@by_causal
+@by_head_dim
+@pytest.mark.parametrize("dtype", DTYPES, ids=word)
+def test_a_decode_row_is_the_prefill_row(backend: Backend, dtype: torch.dtype, head_dim: int, causal: bool) -> None:
+    """Also where others rescale and it does not, wherever in a tile it stands."""
+    case = Case(1, 135, 200, (1, 1), head_dim, dtype, causal, ex2=(4, 3))
+    inputs = make_inputs(case, "cpu")
+    inputs.q[:, ::3] *= 0.05
+    out, lse = run(backend, case, inputs)
+    for first, count in ((0, 1), (63, 1), (77, 20), (134, 1)):
+        part = slice(first, first + count)
+        end = first + count + 200 - 135 if causal else 200
+        alone = Inputs(inputs.q[:, part], inputs.k[:, :end].clone(), inputs.v[:, :end].clone())
+        assert_same(run(backend, case, alone), (out[:, part], lse[..., part]))
+
+
+@by_backend
+def test_bits_depend_on_no_order_and_no_grid(backend: Backend) -> None:
+    case = replace(BASE, num_q=135, batch=2)
+    inputs = make_inputs(case, "cpu")
+    for num_splits in (1, 3):
+        case = replace(case, num_splits=num_splits)
+        wanted = run(backend, case, inputs)
+        for seed, num_sms in ((1, 1), (2, 3), (3, 8), (4, 132)):
+            assert_same(run(backend, case, inputs, emulator=Emulator(seed=seed), num_sms=num_sms), wanted)
+
+
+@by_backend
+def test_bits_do_not_depend_on_what_locals_held(backend: Backend) -> None:
+    """Variables that nobody initialised would differ between the two builds."""
+    inputs = make_inputs(BASE, "cpu")
+    zeros, patterns = (
+        run(backend, BASE, inputs, emulator=Emulator(flags=("-O1", f"-ftrivial-auto-var-init={value}")))
+        for value in ("zero", "pattern")
+    )
+    assert_same(zeros, patterns)
+
+
+@by_backend
+def test_strides_change_no_bit(backend: Backend) -> None:
+    inputs = make_inputs(BASE, "cpu")
+    wanted = run(backend, BASE, inputs)
+    for layout in ("heads-first", "strided"):
+        other = Inputs(*(laid_out(x, layout) for x in inputs.tensors()))
+        assert_same(run(backend, replace(BASE, layout=layout, out=True), other), wanted)
+
+
+# ------------------------------------------------------------------------------------------ emulation
+
+
+@by_backend
+@pytest.mark.parametrize("rule", ((4, 3, 0), (14, 6, 0), (5, 2, 0), (16, 1, 0)), ids=str)
+def test_the_pairs_that_are_emulated(backend: Backend, rule: tuple[int, int, int]) -> None:
+    with installed(Emulator()):
+        assert emulated_keys(backend, torch.bfloat16, rule) == keys_by_rule(backend, rule)
+
+
+# ------------------------------------------------------------------------------------------ special values
+
+
+@by_backend
+@pytest.mark.parametrize("name", ("k", "v"))
+def test_what_no_query_sees_changes_nothing(backend: Backend, name: str) -> None:
+    """Neither the keys of the next member, nor those behind the last one; in builds that stop at undefined behaviour."""
+    packed = pack(BASE, [(40, 50), (3, 90)], "cpu", behind=60)
+    out, lse = run_packed(backend, BASE, packed)
+    for value, (first, num_rows) in product((math.nan, math.inf), ((140, 43), (50, 40))):
+        inputs = packed.inputs.clone()
+        getattr(inputs, name)[first:] = value
+        found = run_packed(backend, BASE, replace(packed, inputs=inputs), Emulator(flags=SANITIZED_FLAGS))
+        assert_same((found[0][:num_rows], found[1][:, :num_rows]), (out[:num_rows], lse[:, :num_rows]))
+
+
+@by_backend
+@pytest.mark.parametrize("ex2", (None, (1, 1)), ids=("off", "all"))
+def test_nan_in_keys_is_seen_by_all_who_look(backend: Backend, ex2: tuple[int, ...] | None) -> None:
+    for token, causal, num_splits in ((0, False, 3), (31, True, 1), (149, True, 3), (130, True, 1)):
+        case = Case(1, 150, 150, (2, 1), causal=causal, ex2=ex2, num_splits=num_splits)
+        inputs = make_inputs(case, "cpu")
+        wanted = run(backend, case, inputs)
+        inputs.k[:, token, :, 3] = math.nan
+        out, lse = run(backend, case, inputs)
+        sees = torch.arange(150) >= (token if causal else 0)
+        assert torch.isnan(out[:, sees]).all() and torch.isnan(lse[..., sees]).all()
+        assert_same((out[:, ~sees], lse[..., ~sees]), (wanted[0][:, ~sees], wanted[1][..., ~sees]))
+
+
+@by_backend
+@pytest.mark.parametrize("token", (0, 300, 449))
+def test_nan_in_values_reaches_only_rows_near_those_that_see_it(backend: Backend, token: int) -> None:
+    case = Case(1, 450, 450, (1, 1), causal=True)
+    inputs = make_inputs(case, "cpu")
+    out, lse = run(backend, case, inputs)
+    inputs.v[:, token, :, 3] = math.nan
+    found, found_lse = run(backend, case, inputs)
+    assert_same_bits(found_lse, lse)
+    assert torch.isnan(found[:, token:, :, 3]).all()
+    may_differ = torch.zeros_like(out, dtype=torch.bool)
+    may_differ[:, max(token - 255, 0) :, :, 3] = True
+    assert_same_bits(found, out, ~may_differ)
+
+
+@by_backend
+@pytest.mark.parametrize("num_splits", (1, 3))
+def test_rows_of_infinite_scores(backend: Backend, num_splits: int) -> None:
+    """All scores of query 1 are -inf, beside values that are not finite; those of query 2 are +inf."""
+    case = Case(1, 4, 130, (1, 1), ex2=(4, 3), num_splits=num_splits)
+    inputs = make_inputs(case, "cpu")
+    inputs.k[..., 0] = 1.0
+    inputs.q[:, 1:3] = 0.0
+    inputs.q[:, 1, :, 0], inputs.q[:, 2, :, 0] = -math.inf, math.inf
+    inputs.v[:, 5] = math.inf
+    out, lse = run(backend, case, inputs)
+    assert (out[:, 1] == 0).all() and torch.isneginf(lse[..., 1]).all()
+    assert torch.isnan(out[:, 2]).all() and torch.isnan(lse[..., 2]).all()
+    assert torch.isfinite(lse[..., [0, 3]]).all()
