@@ -43,13 +43,6 @@ inline u16 max_nan_abs_bf16(u16 a, u16 b) {
   const u16 greatest = max_of(magnitudes[0], magnitudes[1]);  // NaN lies above infinity
   return greatest > 0x7f80u ? u16{0x7fff} : static_cast<u16>(greatest | ((a ^ b) & 0x8000u));
 }
-// add.rm of finite numbers: toward -inf.
-inline float add_rm(float a, float b) {
-  const float nearest = a + b;
-  const float b_part = nearest - a;
-  const float error = (a - (nearest - b_part)) + (b - b_part);  // exact: Knuth's two-sum
-  return error < 0.0f ? std::nextafter(nearest, -__builtin_inff()) : nearest;
-}
 // .ftz: subnormal numbers are zeros.
 inline float flushed(float value) {
   return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value;

@@ -380,21 +380,18 @@ struct Math {
     DK_UNROLL
     for (i32 r = 0; r < kLaneRows; ++r) {
       const i32 row = query(r);
-      const bool exists = row < unit.member.num_q;
-      if (exists && ptx::lane_index() % 4 == 0)
-        store_log_sum<S>(args, unit.member, unit.split, unit.head, row, softmax.log2_sum(r));
       if constexpr (S.split)
-        store_partial(r, row, exists);
+        store_partial(r, row);
       else
-        store_rounded(r, row, exists);
+        store_whole(r, row);
     }
   }
-  DK_DEVICE void store_partial(i32 r, i32 row, bool exists) const {
-    if (!exists) return;
-    float* to = args.partial_out +
-                (unit.split * args.num_rows() + attention_row(args, unit.member, unit.head, row)) *
-                    S.head_dim() +
-                lane_column();
+  DK_DEVICE void store_partial(i32 r, i32 row) const {
+    if (row >= unit.member.num_q) return;
+    const i64 index = partial_row(args, unit.member, unit.split, unit.head, row);
+    if (ptx::lane_index() % 4 == 0)
+      ptx::store_global(args.partial_lse + index, softmax.log2_sum(r));
+    float* to = args.partial_out + index * S.head_dim() + lane_column();
     DK_UNROLL
     for (i32 j = 0; j < kSums / 4; ++j) {
       const float* value = sum + 4 * j + 2 * r;
@@ -403,10 +400,11 @@ struct Math {
     }
   }
   // A quad exchanges its pairs of columns, so that every lane has eight neighbours of 32.
-  DK_DEVICE void store_rounded(i32 r, i32 row, bool exists) const {
-    u16* to = args.out + unit.member.batch * args.out_batch_stride +
-              (unit.member.first_q + row) * args.out_token_stride +
-              unit.head * args.out_head_stride + ptx::lane_index() % 4 * 8;
+  DK_DEVICE void store_whole(i32 r, i32 row) const {
+    const bool exists = row < unit.member.num_q;
+    if (exists && ptx::lane_index() % 4 == 0)
+      store_lse(args, unit.member, unit.head, row, softmax.log2_sum(r));
+    u16* to = out_row(args, unit.member, unit.head, row) + ptx::lane_index() % 4 * 8;
     DK_UNROLL
     for (i32 part = 0; part < S.head_dim() / 32; ++part) {
       u32 word[4];

@@ -249,12 +249,6 @@ inline u32 f16x2_of(float low, float high, At at = At::current()) {
   return emulator::numeric::f16_of(low) | static_cast<u32>(emulator::numeric::f16_of(high)) << 16;
 }
 
-inline u32 f16x2_of(float low, float high, At at = At::current()) {
-  emulator::check_poison(low, at);
-  emulator::check_poison(high, at);
-  return emulator::numeric::f16_of(low) | static_cast<u32>(emulator::numeric::f16_of(high)) << 16;
-}
-
 // --- converged ----------------------------------------------------------------------------------
 
 inline void sync_warp(At at = At::current()) { emulator::meet(Meeting::sync_warp, 0, 0, at); }
