@@ -318,11 +318,6 @@ struct Math {
       release_values();
     }
   }
-  DK_DEVICE void clear() {
-    DK_UNROLL
-    for (i32 i = 0; i < kSums; ++i) sum[i] = 0.0f;
-  }
-
   // All tiles [begin, end) that the group sees.
   DK_DEVICE void add_tiles(i32 begin, i32 end) {
     // Tiles before this one are seen by all rows, as a whole.
@@ -359,48 +354,46 @@ struct Math {
       const i32 loaded = unit.template end_for<S>(0, S.tile_rows);
       if (loaded > begin) {
         ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);
+        turns.next();
         skip(loaded - end);
         if (end > begin) {
           add_tiles(begin, end);
-        } else {
-          arrive(smem.q_drained[group]);
-          clear();
+          softmax.close();
+          store([&](i32 i) { return softmax.divided(sum[i], row_of_element(i)); });
+          continue;
         }
-        turns.next();
-      } else {
-        clear();
+        arrive(smem.q_drained[group]);
       }
-      store();
+      store([](i32) { return 0.0f; });
     }
   }
 
-  // Converged.
-  DK_DEVICE void store() {
-    softmax.close();
+  // result(i): what element i of the sums became. Converged.
+  template <class Result>
+  DK_DEVICE void store(Result&& result) const {
     DK_UNROLL
     for (i32 r = 0; r < kLaneRows; ++r) {
-      const i32 row = query(r);
       if constexpr (S.split)
-        store_partial(r, row);
+        store_partial(r, query(r), result);
       else
-        store_whole(r, row);
+        store_whole(r, query(r), result);
     }
   }
-  DK_DEVICE void store_partial(i32 r, i32 row) const {
+  template <class Result>
+  DK_DEVICE void store_partial(i32 r, i32 row, Result&& result) const {
     if (row >= unit.member.num_q) return;
     const i64 index = partial_row(args, unit.member, unit.split, unit.head, row);
     if (ptx::lane_index() % 4 == 0)
       ptx::store_global(args.partial_lse + index, softmax.log2_sum(r));
     float* to = args.partial_out + index * S.head_dim() + lane_column();
     DK_UNROLL
-    for (i32 j = 0; j < kSums / 4; ++j) {
-      const float* value = sum + 4 * j + 2 * r;
-      ptx::store_global_x2(to + 8 * j, ptx::bits_of(softmax.divided(value[0], r)),
-                           ptx::bits_of(softmax.divided(value[1], r)));
-    }
+    for (i32 i = 2 * r; i < kSums; i += 4)
+      ptx::store_global_x2(to + column_of_element(i), ptx::bits_of(result(i)),
+                           ptx::bits_of(result(i + 1)));
   }
   // A quad exchanges its pairs of columns, so that every lane has eight neighbours of 32.
-  DK_DEVICE void store_whole(i32 r, i32 row) const {
+  template <class Result>
+  DK_DEVICE void store_whole(i32 r, i32 row, Result&& result) const {
     const bool exists = row < unit.member.num_q;
     if (exists && ptx::lane_index() % 4 == 0)
       store_lse(args, unit.member, unit.head, row, softmax.log2_sum(r));
@@ -409,9 +402,9 @@ struct Math {
     for (i32 part = 0; part < S.head_dim() / 32; ++part) {
       u32 word[4];
       DK_UNROLL
-      for (i32 i = 0; i < 4; ++i) {
-        const float* value = sum + 4 * (4 * part + i) + 2 * r;
-        word[i] = rounded_pair<S.dtype>(softmax.divided(value[0], r), softmax.divided(value[1], r));
+      for (i32 j = 0; j < 4; ++j) {
+        const i32 i = 4 * (4 * part + j) + 2 * r;
+        word[j] = rounded_pair<S.dtype>(result(i), result(i + 1));
       }
       transpose_quad(word);
       if (exists) tile::store_words(to + 32 * part, word);

@@ -75,8 +75,12 @@ DK_DEVICE void powers_as_a(u32 (&a)[4], const float (&powers)[kCount], i32 step)
 // -------------------------------------------------------------------------
 
 // Of a row that saw nothing, or nothing but -inf, 0 whatever that was multiplied with.
+// The reciprocal without a branch, which would be a call that saves registers: an approximation and
+// a step with its exact remainder. Sums are at least 1 or 0, but for NaN.
 DK_DEVICE float quotient(float value, float sum) {
-  return sum == 0.0f ? 0.0f : value * (1.0f / sum);
+  const float near = ptx::rcp_approx_ftz(sum);
+  const float inverse = ptx::fma(ptx::fma(-sum, near, 1.0f), near, near);
+  return sum == 0.0f ? 0.0f : value * inverse;
 }
 DK_DEVICE float log2_sum(float reference, float sum) {
   return reference + ptx::lg2_approx_ftz(sum);
