@@ -14,7 +14,7 @@
 
 namespace deep_kernels::flash_sm89 {
 
-inline constexpr i32 kPanelBytes = 2 * kHeadPanel;  // of a row
+inline constexpr i32 kPanelBytes = 2 * kHeadPanel;   // of a row
 inline constexpr i32 kPanelSteps = kHeadPanel / 16;  // of an MMA
 
 // Rows lie panel by panel, swizzled.
@@ -115,8 +115,7 @@ struct Worker {
   // --- products
   DK_DEVICE void query_fragment(u32 (&a)[4], i32 step) const {
     tile::load_a_fragment<kPanelBytes>(
-        a, ptx::smem_addr(smem.q[step / kPanelSteps]) + warp_row * kPanelBytes,
-        step % kPanelSteps);
+        a, ptx::smem_addr(smem.q[step / kPanelSteps]) + warp_row * kPanelBytes, step % kPanelSteps);
   }
   DK_DEVICE void keep_queries() {
     if constexpr (kKeepsQueries) {
@@ -239,8 +238,7 @@ struct Worker {
     const bool stores_sum = ptx::lane_index() % 4 == 0;
     const float log2_sum = softmax.log2_sum(row);
     if constexpr (S.split) {
-      const i64 index =
-          flash::partial_row(args, tile.member, tile.split, tile.head, query(row));
+      const i64 index = flash::partial_row(args, tile.member, tile.split, tile.head, query(row));
       if (stores_sum) ptx::store_global(args.partial_lse + index, log2_sum);
       store_values(args.partial_out + index * S.head_dim(), row);
     } else {
