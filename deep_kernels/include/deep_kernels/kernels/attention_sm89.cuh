@@ -34,8 +34,9 @@ DK_DEVICE void copy_rows(u32 to, const u16* from, i64 stride, i32 left) {
   constexpr i32 kChunks = S.head_dim() / 8;  // of 16 bytes
   constexpr i32 kPassRows = S.num_threads() / kChunks;
   static_assert(kRows % kPassRows == 0);
-  const i32 chunk = ptx::thread_index() % kChunks;
-  const i32 first = ptx::thread_index() / kChunks;
+  const i32 thread = ptx::fresh_thread_index();
+  const i32 chunk = thread % kChunks;
+  const i32 first = thread / kChunks;
   const u16* source = from + first * stride + 8 * chunk;
   to += chunk / 8 * kRows * kPanelBytes;
   DK_UNROLL
@@ -101,14 +102,13 @@ struct Worker {
     const i32 first = key_tile * S.tile_keys;
     const i64 token = tile.member.first_kv + first;
     const i32 left = tile.member.num_kv - first;
-    const i32 head = tile.head / args.heads_per_kv();
     copy_rows<S, S.tile_keys>(ptx::smem_addr(stage.k),
                               args.k + tile.member.batch * args.k_batch_stride +
-                                  token * args.k_token_stride + head * args.k_head_stride,
+                                  token * args.k_token_stride + tile.kv_head * args.k_head_stride,
                               args.k_token_stride, left);
     copy_rows<S, S.tile_keys>(ptx::smem_addr(stage.v),
                               args.v + tile.member.batch * args.v_batch_stride +
-                                  token * args.v_token_stride + head * args.v_head_stride,
+                                  token * args.v_token_stride + tile.kv_head * args.v_head_stride,
                               args.v_token_stride, left);
   }
 
