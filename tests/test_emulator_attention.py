@@ -218,7 +218,7 @@ def test_the_pairs_that_are_emulated(backend: Backend, rule: tuple[int, int, int
 @by_backend
 @pytest.mark.parametrize("name", ("k", "v"))
 def test_what_no_query_sees_changes_nothing(backend: Backend, name: str) -> None:
-    """Neither the keys of the next member, nor those behind the last one; in builds that stop at undefined behaviour."""
+    """Neither the keys of the next member, nor those behind the last one. Builds stop at undefined behaviour."""
     packed = pack(BASE, [(40, 50), (3, 90)], "cpu", behind=60)
     out, lse = run_packed(backend, BASE, packed)
     for value, (first, num_rows) in product((math.nan, math.inf), ((140, 43), (50, 40))):

@@ -131,7 +131,7 @@ ATTENTION_FAULTS = [
     ),
     _fault(
         "the keys of another head", WRONG,
-        (Edit(SM89, "tile.head / args.heads_per_kv();", "tile.head % args.num_kv_heads;"),),
+        (Edit(TILES, "tile.head / args.heads_per_kv();", "tile.head % args.num_kv_heads;"),),
     ),
     _fault(
         "a polynomial without its last coefficient", WRONG,

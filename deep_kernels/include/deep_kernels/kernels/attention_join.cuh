@@ -18,7 +18,7 @@ DK_DEVICE i64 num_joined_rows(const AttentionArgs& args) {
 template <AttentionJoinSpec S>
 struct RowJoin {
   static constexpr i32 kHeadDim = S.head_panels * kHeadPanel;
-  static constexpr i32 kChunks = kHeadDim / 4;                // of 16 bytes
+  static constexpr i32 kChunks = kHeadDim / 4;               // of 16 bytes
   static constexpr i32 kLaneChunks = ceil_div(kChunks, 32);  // 32 lie between them
 
   const AttentionArgs& args;

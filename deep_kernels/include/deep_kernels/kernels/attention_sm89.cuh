@@ -14,7 +14,7 @@
 
 namespace deep_kernels::flash_sm89 {
 
-inline constexpr i32 kPanelBytes = 2 * kHeadPanel;  // of a row
+inline constexpr i32 kPanelBytes = 2 * kHeadPanel;   // of a row
 inline constexpr i32 kPanelSteps = kHeadPanel / 16;  // of an MMA
 
 // Rows lie panel by panel, swizzled.
@@ -34,8 +34,9 @@ DK_DEVICE void copy_rows(u32 to, const u16* from, i64 stride, i32 left) {
   constexpr i32 kChunks = S.head_dim() / 8;  // of 16 bytes
   constexpr i32 kPassRows = S.num_threads() / kChunks;
   static_assert(kRows % kPassRows == 0);
-  const i32 chunk = ptx::thread_index() % kChunks;
-  const i32 first = ptx::thread_index() / kChunks;
+  const i32 thread = ptx::fresh_thread_index();
+  const i32 chunk = thread % kChunks;
+  const i32 first = thread / kChunks;
   const u16* source = from + first * stride + 8 * chunk;
   to += chunk / 8 * kRows * kPanelBytes;
   DK_UNROLL
@@ -101,22 +102,20 @@ struct Worker {
     const i32 first = key_tile * S.tile_keys;
     const i64 token = tile.member.first_kv + first;
     const i32 left = tile.member.num_kv - first;
-    const i32 head = tile.head / args.heads_per_kv();
     copy_rows<S, S.tile_keys>(ptx::smem_addr(stage.k),
                               args.k + tile.member.batch * args.k_batch_stride +
-                                  token * args.k_token_stride + head * args.k_head_stride,
+                                  token * args.k_token_stride + tile.kv_head * args.k_head_stride,
                               args.k_token_stride, left);
     copy_rows<S, S.tile_keys>(ptx::smem_addr(stage.v),
                               args.v + tile.member.batch * args.v_batch_stride +
-                                  token * args.v_token_stride + head * args.v_head_stride,
+                                  token * args.v_token_stride + tile.kv_head * args.v_head_stride,
                               args.v_token_stride, left);
   }
 
   // --- products
   DK_DEVICE void query_fragment(u32 (&a)[4], i32 step) const {
     tile::load_a_fragment<kPanelBytes>(
-        a, ptx::smem_addr(smem.q[step / kPanelSteps]) + warp_row * kPanelBytes,
-        step % kPanelSteps);
+        a, ptx::smem_addr(smem.q[step / kPanelSteps]) + warp_row * kPanelBytes, step % kPanelSteps);
   }
   DK_DEVICE void keep_queries() {
     if constexpr (kKeepsQueries) {
@@ -239,8 +238,7 @@ struct Worker {
     const bool stores_sum = ptx::lane_index() % 4 == 0;
     const float log2_sum = softmax.log2_sum(row);
     if constexpr (S.split) {
-      const i64 index =
-          flash::partial_row(args, tile.member, tile.split, tile.head, query(row));
+      const i64 index = flash::partial_row(args, tile.member, tile.split, tile.head, query(row));
       if (stores_sum) ptx::store_global(args.partial_lse + index, log2_sum);
       store_values(args.partial_out + index * S.head_dim(), row);
     } else {

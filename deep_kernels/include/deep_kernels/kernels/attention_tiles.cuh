@@ -10,6 +10,7 @@ namespace deep_kernels::flash {
 struct RowTile {
   AttentionMember member;
   i32 head;
+  i32 kv_head;
   i32 split;
   i32 first_query;  // of the member; there may be no such query
   KeyTiles keys;    // of which some query of the tile sees a key
@@ -53,6 +54,7 @@ DK_DEVICE RowTile row_tile(const AttentionArgs& args, i64 index) {
   RowTile tile{};
   const i64 last = S.num_tiles(args) / args.num_q_heads / args.num_splits - 1;
   tile.head = static_cast<i32>(index % args.num_q_heads);
+  tile.kv_head = tile.head / args.heads_per_kv();
   index /= args.num_q_heads;
   tile.split = static_cast<i32>(index % args.num_splits);
   index = last - index / args.num_splits;

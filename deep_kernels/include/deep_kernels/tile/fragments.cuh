@@ -1,6 +1,6 @@
-// Operands of mma.sync m16n8k32 of bytes, or m16n8k16, out of swizzled rows in shared memory. Rows are read 8 at a time
-// from a multiple of 8 rows on, so that the swizzle of a lane's address depends on the lane and the
-// k-step alone.
+// Operands of mma.sync m16n8k32 of bytes, or m16n8k16, out of swizzled rows in shared memory. Rows
+// are read 8 at a time from a multiple of 8 rows on, so that the swizzle of a lane's address
+// depends on the lane and the k-step alone.
 #pragma once
 
 #include "deep_kernels/ptx/base.cuh"
@@ -37,8 +37,7 @@ template <i32 kRowBytes>
 DK_DEVICE void load_transposed_b_fragments(u32 (&b)[2][2], u32 rows, i32 step) {
   const i32 lane = ptx::lane_index();
   u32 both[4];
-  ptx::ldmatrix_x4_trans(both,
-                         rows + swizzled_offset<kRowBytes>(lane % 16, 2 * step + lane / 16));
+  ptx::ldmatrix_x4_trans(both, rows + swizzled_offset<kRowBytes>(lane % 16, 2 * step + lane / 16));
   b[0][0] = both[0], b[0][1] = both[1];
   b[1][0] = both[2], b[1][1] = both[3];
 }
