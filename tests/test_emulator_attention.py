@@ -34,8 +34,7 @@ from emulator.memory import guarded
 from mqa_cases import assert_same_bits, word
 from torch import Tensor
 
-SM89 = Backend("emulator-sm89", "cpu", "emulator:sm89")
-BACKENDS = (SM89,)
+BACKENDS = tuple(Backend(f"emulator-{name}", "cpu", f"emulator:{name}") for name in ("sm89", "sm90"))
 by_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 by_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
 by_causal = pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))

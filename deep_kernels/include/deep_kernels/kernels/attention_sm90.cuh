@@ -443,8 +443,10 @@ DK_DEVICE void attention_sm90(const AttentionArgs& args, const Maps& maps) {
   const i32 warp = ptx::warp_index();
   if (ptx::thread_index() == S.num_threads() - 32) {
     ptx::prefetch_tensor_map(maps.q);
-    ptx::prefetch_tensor_map(maps.k);
-    ptx::prefetch_tensor_map(maps.v);
+    if (args.total_kv > 0) {  // of no keys there are no maps
+      ptx::prefetch_tensor_map(maps.k);
+      ptx::prefetch_tensor_map(maps.v);
+    }
   }
   init_barriers<S>(smem);
   ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written
