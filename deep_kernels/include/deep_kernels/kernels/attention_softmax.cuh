@@ -74,10 +74,15 @@ DK_DEVICE void powers_as_a(u32 (&a)[4], const float (&powers)[kCount], i32 step)
 // --- what a row ends with
 // -------------------------------------------------------------------------
 
-// Of a row that saw nothing, or nothing but -inf, 0 whatever that was multiplied with.
-DK_DEVICE float quotient(float value, float sum) {
-  return sum == 0.0f ? 0.0f : value * (1.0f / sum);
-}
+// Divides what a row has summed up. Of a row that saw nothing, or nothing but -inf, 0 whatever that
+// was multiplied with.
+struct Divisor {
+  float inverse;
+  bool saw_nothing;
+
+  DK_DEVICE explicit Divisor(float sum) : inverse(1.0f / sum), saw_nothing(sum == 0.0f) {}
+  DK_DEVICE float divide(float value) const { return saw_nothing ? 0.0f : value * inverse; }
+};
 DK_DEVICE float log2_sum(float reference, float sum) {
   return reference + ptx::lg2_approx_ftz(sum);
 }
@@ -145,7 +150,7 @@ struct RowSoftmax {
       for (i32 mask = 1; mask < 4; mask *= 2) sum[row] += ptx::shuffle_xor(sum[row], mask);
     }
   }
-  DK_DEVICE float divided(float value, i32 row) const { return quotient(value, sum[row]); }
+  DK_DEVICE Divisor divisor(i32 row) const { return Divisor(sum[row]); }
   DK_DEVICE float log2_sum(i32 row) const { return flash::log2_sum(reference[row], sum[row]); }
 
  private:
