@@ -61,7 +61,7 @@ DK_DEVICE void multiply_add(float (&d)[kCount], i32 first, const u32 (&a)[4], co
   for (i32 i = 0; i < 4; ++i) d[first + i] = part[i];
 }
 
-// All warps together.
+// A tile of queries against its keys, all warps together.
 template <AttentionSpec S>
 struct Worker {
   static constexpr i32 kSteps = S.head_dim() / 16;
