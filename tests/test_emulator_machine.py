@@ -275,47 +275,74 @@ def test_f32_to_bf16_and_saturation() -> None:
     assert torch.equal(clamped.view(torch.int32), wanted.abs().view(torch.int32))
 
 
-def test_f32_to_f16_pairs() -> None:
-    codes = hash_bits(5, 1 << 14) << 1 | hash_bits(6, 1 << 14) % 2
-    values = codes.to(torch.uint32).view(torch.float32) * torch.tensor([1.0, 2.0**-60]).repeat(1 << 13)
-    values[:4096] = (codes[:4096] % 4096 - 2048).float() * 2.0 ** (codes[:4096] >> 12 & 31).sub(36).float()
-    values = torch.where(torch.isnan(values), torch.full((), math.inf), values)
-    found = torch.empty(1 << 14, dtype=torch.int16)
+def test_pairs_of_f16() -> None:
+    codes = hash_bits(7, 1 << 15) << 1 | hash_bits(8, 1 << 15) % 2
+    codes[:1024] = 0x33000000 + 4099 * torch.arange(1024) * 8  # around the smallest ones
+    codes[-1] = 0x7FC00000
+    values = codes.to(torch.uint32).view(torch.float32)
+    found = torch.empty(1 << 15, dtype=torch.int16)
     run_kernel(
-        """for (i32 i = thread; i < 8192; i += 32) {
+        """for (i32 i = thread; i < 16384; i += 32) {
           const float* pair = reinterpret_cast<const float*>(in0) + 2 * i;
-          const u32 bits = ptx::f16x2_of(ptx::load_global(pair), ptx::load_global(pair + 1));
-          ptx::store_global(reinterpret_cast<i32*>(out0) + i, static_cast<i32>(bits));
+          ptx::store_global_x1(out0 + 4 * i, ptx::f16x2_of(ptx::load_global(pair), ptx::load_global(pair + 1)));
         }""",
-        inputs=[values], outputs=[found.view(torch.int32)],
+        inputs=[values], outputs=[found],
     )  # fmt: skip
-    assert torch.equal(found, values.half().view(torch.int16))
+    nan = torch.isnan(values)
+    assert torch.equal(found[~nan], values[~nan].half().view(torch.int16))
+    assert bool((found[nan] == 0x7FFF).all())
 
 
-def test_sums_rounded_down() -> None:
-    def values(seed: int) -> Tensor:
-        draw = hash_bits(seed, 2048)
-        return draw.float() * 2.0 ** (hash_bits(seed + 10, 2048) % 60 - 60).float() * (1 - draw % 2 * 2)
-
-    a, b = values(1), values(2)
-    b[:64] = -a[:64]
-    a[64:70] = torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, math.inf, 1.0])
-    b[64:70] = torch.tensor([0.0, 0.0, 3.4e38, -3.4e38, 1.0, 2.0**-149])
-    found = torch.empty(2048)
+def test_sums_rounded_down_and_logarithms() -> None:
+    first = (hash_bits(9, 1 << 12).double() / 2**31 * 2 - 1).float() * torch.exp2(hash_bits(10, 1 << 12) % 30 - 4.0)
+    first[0], first[1] = -0.0, 2.0**-140
+    sums, logs = torch.empty(2, 1 << 12)
     run_kernel(
-        """for (i32 i = thread; i < 2048; i += 32) {
-          const float a = ptx::load_global(reinterpret_cast<const float*>(in0) + i);
-          const float b = ptx::load_global(reinterpret_cast<const float*>(in1) + i);
-          ptx::store_global(reinterpret_cast<float*>(out0) + i, ptx::add_rm(a, b));
+        """for (i32 i = thread; i < 4096; i += 32) {
+          const float value = ptx::load_global(reinterpret_cast<const float*>(in0) + i);
+          ptx::store_global(reinterpret_cast<float*>(out0) + i, ptx::add_rm(value, 12582912.0f));
+          ptx::store_global(reinterpret_cast<float*>(out1) + i, ptx::lg2_approx_ftz(ptx::abs(value)));
         }""",
-        inputs=[a, b], outputs=[found],
+        inputs=[first], outputs=[sums, logs],
     )  # fmt: skip
-    largest = torch.finfo(torch.float32).max
-    assert found[64:70].tolist() == [0.0, 0.0, largest, -math.inf, math.inf, 1.0]
-    assert torch.equal(torch.signbit(found[:66]), torch.tensor([True] * 64 + [False, True]))
-    for x, y, z in zip(a[70:].tolist(), b[70:].tolist(), found[70:], strict=True):
-        total = Fraction(x) + Fraction(y)
-        assert Fraction(float(z)) <= total < Fraction(float(torch.nextafter(z, torch.tensor(math.inf))))
+    for value, found in zip(first.tolist(), sums.tolist(), strict=True):
+        exact = Fraction(value) + 12582912
+        above = Fraction(float(torch.nextafter(torch.tensor(found), torch.tensor(math.inf))))
+        assert Fraction(found) <= exact < above
+    assert torch.isneginf(logs[:2]).all(), "subnormal numbers are zeros"
+    assert ((logs[2:] - first[2:].abs().double().log2()).abs() <= 2.0**-22 * logs[2:].abs().clamp(min=1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mma_of_16_bit_elements_with_transposed_rows(dtype: torch.dtype) -> None:
+    """Small integers, so that the product is exact: a [16, 16] times b [16, 8], whose rows are k."""
+    a, b = (hash_bits(seed, rows, columns) % 9 - 4 for seed, rows, columns in ((1, 16, 16), (2, 16, 16)))
+    found = torch.zeros(2, 16, 8)
+    name = "f16" if dtype == torch.float16 else "bf16"
+    run_kernel(
+        f"""for (i32 i = thread; i < 64; i += 32) {{
+          const u8* from = i < 32 ? in0 : in1;
+          u32 words[4];
+          ptx::load_global_x4(words, from + i % 32 * 16);
+          ptx::store_shared_x4(kBase + 16 * i, words[0], words[1], words[2], words[3]);
+        }}
+        ptx::sync_threads();
+        const i32 row = thread % 16 * 32 + thread / 16 * 16;
+        u32 a[4], b[4];
+        ptx::ldmatrix_x4(a, kBase + row);
+        ptx::ldmatrix_x4_trans(b, kBase + 512 + row);
+        for (i32 half = 0; half < 2; ++half) {{
+          float d[4] = {{}};
+          const u32 octet[2] = {{b[2 * half], b[2 * half + 1]}};
+          ptx::mma_m16n8k16_{name}(d, a, octet);
+          for (i32 i = 0; i < 4; ++i)
+            ptx::store_global(reinterpret_cast<float*>(out0) + half * 128 + (thread / 4 + i / 2 * 8) * 8 +
+                              thread % 4 * 2 + i % 2, d[i]);
+        }}""",
+        inputs=[a.to(dtype), b.to(dtype)], outputs=[found],
+    )  # fmt: skip
+    wanted = a.double() @ b.double()
+    assert torch.equal(found.double(), torch.stack((wanted[:, :8], wanted[:, 8:])))
 
 
 # --- TMA and descriptors ----------------------------------------------------------------------------------------------

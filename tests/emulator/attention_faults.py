@@ -93,7 +93,7 @@ ATTENTION_FAULTS = [
     ),
     _fault(
         "the last tile of keys left out", WRONG,
-        (Edit(TILES, "ceil_div<i32>(end, S.tile_keys)", "end / S.tile_keys"),),
+        (Edit(TILES, "ceil_div<i64>(end, S.tile_keys)", "end / S.tile_keys"),),
     ),
     _fault(
         "sums of earlier tiles that are not scaled", WRONG,

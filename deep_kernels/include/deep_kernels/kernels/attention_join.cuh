@@ -69,13 +69,14 @@ struct RowJoin {
     const i32 query = static_cast<i32>(token - member.batch * args.num_q);
     const i32 head = static_cast<i32>(row % args.num_q_heads);
     if (ptx::lane_index() == 0) store_lse(args, member, head, query, log2_sum);
+    const Divisor divisor(sum);
     u16* to = out_row(args, member, head, query);
     DK_UNROLL
     for (i32 i = 0; i < kLaneChunks; ++i) {
       if (chunk(i) >= kChunks) continue;
       float shares[4];
       DK_UNROLL
-      for (i32 j = 0; j < 4; ++j) shares[j] = quotient(values[i][j], sum);
+      for (i32 j = 0; j < 4; ++j) shares[j] = divisor.divide(values[i][j]);
       ptx::store_global_x2(to + 4 * chunk(i), rounded_pair<S.dtype>(shares[0], shares[1]),
                            rounded_pair<S.dtype>(shares[2], shares[3]));
     }

@@ -61,7 +61,7 @@ DK_DEVICE void multiply_add(float (&d)[kCount], i32 first, const u32 (&a)[4], co
   for (i32 i = 0; i < 4; ++i) d[first + i] = part[i];
 }
 
-// All warps together.
+// A tile of queries against its keys, all warps together.
 template <AttentionSpec S>
 struct Worker {
   static constexpr i32 kSteps = S.head_dim() / 16;
@@ -249,10 +249,11 @@ struct Worker {
   // Two columns of every octet.
   template <class Element>
   DK_DEVICE void store_values(Element* to, i32 row) const {
+    const flash::Divisor divisor = softmax.divisor(row);
     DK_UNROLL
     for (i32 octet = 0; octet < S.head_dim() / 8; ++octet) {
-      const float first = softmax.divided(sums[4 * octet + 2 * row], row);
-      const float second = softmax.divided(sums[4 * octet + 2 * row + 1], row);
+      const float first = divisor.divide(sums[4 * octet + 2 * row]);
+      const float second = divisor.divide(sums[4 * octet + 2 * row + 1]);
       Element* place = to + 8 * octet + flash::lane_column();
       if constexpr (S.split)
         ptx::store_global_x2(place, ptx::bits_of(first), ptx::bits_of(second));

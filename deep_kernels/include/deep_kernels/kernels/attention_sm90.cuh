@@ -359,7 +359,8 @@ struct Math {
         if (end > begin) {
           add_tiles(begin, end);
           softmax.close();
-          store([&](i32 i) { return softmax.divided(sum[i], row_of_element(i)); });
+          const Divisor divisor[] = {softmax.divisor(0), softmax.divisor(1)};
+          store([&](i32 i) { return divisor[row_of_element(i)].divide(sum[i]); });
           continue;
         }
         arrive(smem.q_drained[group]);

@@ -74,14 +74,19 @@ DK_DEVICE void powers_as_a(u32 (&a)[4], const float (&powers)[kCount], i32 step)
 // --- what a row ends with
 // -------------------------------------------------------------------------
 
-// Of a row that saw nothing, or nothing but -inf, 0 whatever that was multiplied with.
-// The reciprocal without a branch, which would be a call that saves registers: an approximation and
-// a step with its exact remainder. Sums are at least 1 or 0, but for NaN.
-DK_DEVICE float quotient(float value, float sum) {
-  const float near = ptx::rcp_approx_ftz(sum);
-  const float inverse = ptx::fma(ptx::fma(-sum, near, 1.0f), near, near);
-  return sum == 0.0f ? 0.0f : value * inverse;
-}
+// Divides what a row has summed up. Of a row that saw nothing, or nothing but -inf, 0 whatever that
+// was multiplied with. The reciprocal is made without a branch, which would be a call that saves
+// registers: an approximation, and a step with its exact remainder. Sums are at least 1, or 0, NaN.
+struct Divisor {
+  float inverse;
+  bool saw_nothing;
+
+  DK_DEVICE explicit Divisor(float sum) : saw_nothing(sum == 0.0f) {
+    const float near = ptx::rcp_approx_ftz(sum);
+    inverse = ptx::fma(ptx::fma(-sum, near, 1.0f), near, near);
+  }
+  DK_DEVICE float divide(float value) const { return saw_nothing ? 0.0f : value * inverse; }
+};
 DK_DEVICE float log2_sum(float reference, float sum) {
   return reference + ptx::lg2_approx_ftz(sum);
 }
@@ -149,7 +154,7 @@ struct RowSoftmax {
       for (i32 mask = 1; mask < 4; mask *= 2) sum[row] += ptx::shuffle_xor(sum[row], mask);
     }
   }
-  DK_DEVICE float divided(float value, i32 row) const { return quotient(value, sum[row]); }
+  DK_DEVICE Divisor divisor(i32 row) const { return Divisor(sum[row]); }
   DK_DEVICE float log2_sum(i32 row) const { return flash::log2_sum(reference[row], sum[row]); }
 
  private:

@@ -40,10 +40,10 @@ template <AttentionSpec S>
 DK_DEVICE void find_keys(const AttentionArgs& args, RowTile& tile) {
   const i32 num_q = tile.member.num_q;
   const i32 num_kv = tile.member.num_kv;
-  const i32 last_query = min_of(tile.first_query + S.tile_rows, num_q) - 1;
+  const i32 last_query = tile.first_query + min_of<i32>(S.tile_rows, num_q - tile.first_query) - 1;
   const i32 end = attention_visible_end(last_query, num_q, num_kv, S.causal);
   tile.keys = attention_split(tile.split, args.num_splits, num_kv, S.tile_keys);
-  tile.keys.end = min_of(tile.keys.end, ceil_div<i32>(end, S.tile_keys));
+  tile.keys.end = min_of(tile.keys.end, static_cast<i32>(ceil_div<i64>(end, S.tile_keys)));
   tile.full_end = attention_visible_end(tile.first_query, num_q, num_kv, S.causal) / S.tile_keys;
 }
 
