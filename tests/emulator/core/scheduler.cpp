@@ -337,11 +337,25 @@ void meet_poison(At at) {
 namespace {
 
 const char* meeting_name(Meeting what) {
-  constexpr const char* names[] = {
-      "sync_warp",        "shuffle",           "shuffle_xor", "shuffle_up", "any",
-      "reduce_add",       "reduce_min",        "reduce_max",  "ldmatrix",   "ldmatrix.trans", "mma",
-      "barrier_sync",     "set_max_registers", "wgmma_fence", "wgmma",      "wgmma_commit_group",
-      "wgmma_wait_group", "cluster_arrive",    "cluster_wait"};
+  constexpr const char* names[] = {"sync_warp",
+                                   "shuffle",
+                                   "shuffle_xor",
+                                   "shuffle_up",
+                                   "any",
+                                   "reduce_add",
+                                   "reduce_min",
+                                   "reduce_max",
+                                   "ldmatrix",
+                                   "ldmatrix.trans",
+                                   "mma",
+                                   "barrier_sync",
+                                   "set_max_registers",
+                                   "wgmma_fence",
+                                   "wgmma",
+                                   "wgmma_commit_group",
+                                   "wgmma_wait_group",
+                                   "cluster_arrive",
+                                   "cluster_wait"};
   return names[static_cast<u8>(what)];
 }
 

@@ -3,7 +3,8 @@
 //   kv warp           streams tiles of keys and values through two rings, right to left
 //   query warp        loads the queries of every math warpgroup
 //   tail warp         with cu_seqlens: clears the values behind a member's last one
-//   math warpgroups   64 queries each: scores of the next tile and the sums over this one run on the
+//   math warpgroups   64 queries each: scores of the next tile and the sums over this one run on
+//   the
 //                     tensor cores together; powers stay in registers as the first operand
 //
 // Source of the design: the feasibility study for this op on an H200 (order of the products, one
@@ -63,8 +64,8 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
 template <AttentionSpec S>
 struct RoleRegisters {
   static constexpr bool kThree = Smem<S>::kGroups == 3;
-  static constexpr i32 kLoads = kThree ? 32 : 40;
-  static constexpr i32 kMath = kThree ? 160 : 232;
+  static constexpr i32 kLoads = 56;
+  static constexpr i32 kMath = kThree ? 152 : 224;
 };
 
 // One warp that loads for the block's units; a lane issues, all of them find out what.
@@ -212,7 +213,8 @@ struct Math {
 
   // The lane's row r, as a query of the member.
   DK_DEVICE i32 query(i32 r) const {
-    return unit.first_query + group * kAttentionGroupRows + ptx::warp_index() % 4 * 16 + lane_row(r);
+    return unit.first_query + group * kAttentionGroupRows + ptx::warp_index() % 4 * 16 +
+           lane_row(r);
   }
 
   static DK_DEVICE void arrive(u64& barrier) {
@@ -258,14 +260,14 @@ struct Math {
     i32 visible[kLaneRows];
     DK_UNROLL
     for (i32 r = 0; r < kLaneRows; ++r)
-      visible[r] = attention_visible_end(query(r), unit.member.num_q, unit.member.num_kv, S.causal) -
-                   tile * S.tile_keys;
+      visible[r] =
+          attention_visible_end(query(r), unit.member.num_q, unit.member.num_kv, S.causal) -
+          tile * S.tile_keys;
     mask_scores(scores, visible);
   }
   DK_DEVICE void keep_powers(const Scores& scores) {
     DK_UNROLL
-    for (i32 step = 0; step < kSumSteps; ++step)
-      powers_as_a<S.dtype>(powers[step], scores, step);
+    for (i32 step = 0; step < kSumSteps; ++step) powers_as_a<S.dtype>(powers[step], scores, step);
   }
 
   // The first tile of a row, the rightmost one; the sums get nothing yet.
@@ -322,8 +324,8 @@ struct Math {
   DK_DEVICE void add_tiles(i32 begin, i32 end) {
     // Tiles before this one are seen by all rows, as a whole.
     const i32 first_masked =
-        S.causal ? attention_visible_end(unit.first_query + group * kAttentionGroupRows, unit.member.num_q,
-                                         unit.member.num_kv, true) /
+        S.causal ? attention_visible_end(unit.first_query + group * kAttentionGroupRows,
+                                         unit.member.num_q, unit.member.num_kv, true) /
                        S.tile_keys
                  : end - 1;
     i32 tile = end - 1;

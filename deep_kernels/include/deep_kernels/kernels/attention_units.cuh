@@ -24,8 +24,8 @@ struct Unit {
   }
 };
 
-// All units of a launch. Heads come in bands whose keys and values stay in the L2 cache; inside of a
-// band the tiles with most keys come first, heads and splits fastest. A block goes through every
+// All units of a launch. Heads come in bands whose keys and values stay in the L2 cache; inside of
+// a band the tiles with most keys come first, heads and splits fastest. A block goes through every
 // num_blocks()th, forth and back in turn, which deals longest-first lists out evenly.
 template <AttentionSpec S>
 struct Units {
