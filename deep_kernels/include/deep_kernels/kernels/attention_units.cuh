@@ -2,6 +2,7 @@
 #pragma once
 
 #include "deep_kernels/contract/attention.h"
+#include "deep_kernels/kernels/attention_tiles.cuh"
 #include "deep_kernels/ptx/base.cuh"
 
 namespace deep_kernels::flash {
@@ -58,7 +59,6 @@ struct Units {
   // Whether a turn has units of any block.
   DK_DEVICE bool has(i32 turn) const { return i64{turn} * ptx::num_blocks() < count; }
 
-  // Converged.
   DK_DEVICE Unit at(i64 index) const {
     const i64 of_band = i64{band} * row_tiles * args.num_splits;
     const i32 which = static_cast<i32>(index / of_band);
@@ -72,41 +72,14 @@ struct Units {
     unit.head = head % args.num_q_heads;
     i32 tile = S.causal ? row_tiles - 1 - rank : rank;
     i32 member = head / args.num_q_heads;
-    if constexpr (S.varlen) member = find_member(tile);
-    if (member < 0) return none();
+    if constexpr (S.varlen) {
+      member = member_of_row_tile<S>(args, tile);
+      tile -= static_cast<i32>(first_row_tile<S>(args, member));
+    }
     unit.member = attention_member(args, member);
-    unit.first_query = tile * S.tile_rows;
+    unit.first_query = static_cast<i32>(min_of<i64>(i64{tile} * S.tile_rows, unit.member.num_q));
     unit.keys = attention_split(unit.split, args.num_splits, unit.member.num_kv, S.tile_keys);
     return unit;
-  }
-
- private:
-  // Without a row.
-  static DK_DEVICE Unit none() { return {}; }
-
-  // The member that tile number `tile` of all belongs to; it becomes that of the member. Negative:
-  // there are fewer. Converged: a warp looks at 32 members at a time.
-  DK_DEVICE i32 find_member(i32& tile) const {
-    const i32 lane = ptx::lane_index();
-    i32 before = 0;
-    for (i32 first = 0; first < args.batch; first += 32) {
-      const i32 mine = first + lane;
-      const i32 own =
-          mine < args.batch ? ceil_div<i32>(attention_member(args, mine).num_q, S.tile_rows) : 0;
-      i32 through = own;
-      DK_UNROLL
-      for (i32 step = 1; step < 32; step *= 2) {
-        const i32 other = ptx::shuffle_up(through, step);
-        if (lane >= step) through += other;
-      }
-      const i32 which = ptx::reduce_min(tile - before < through ? lane : 32);
-      if (which < 32) {
-        tile -= before + ptx::shuffle(through - own, which);
-        return first + which;
-      }
-      before += ptx::shuffle(through, 31);
-    }
-    return -1;
   }
 };
 
