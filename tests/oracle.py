@@ -396,7 +396,10 @@ def _assert_codes(found: Quantized, v: Bounded, scale: Tensor, finite: Tensor) -
     special = ~torch.isfinite(v.value)
     wrong = special & (found.order != 127)
     assert not wrong.any(), f"finite codes of NaN or inf: {_first(wrong, got=found.order, v=v.value)}"
-    # Beside a NaN a code is right or NaN. Beside an infinity it is v / inf.
+    # Beside a NaN a code is NaN. Beside an infinity it is v / inf.
+    amax = _in_blocks(v.value.abs()).amax(-1)
+    wrong = torch.isnan(_per_element(amax, 1, v.value.shape[1])) & (found.order != 127)
+    assert not wrong.any(), f"finite codes beside a NaN: {_first(wrong, got=found.order, v=v.value)}"
     in_infinite = torch.isinf(_per_element(found.scale, 1, v.value.shape[1])) & ~special
     wrong = in_infinite & (found.order != 0)
     assert not wrong.any(), f"codes beside an inf: {_first(wrong, got=found.order, v=v.value)}"

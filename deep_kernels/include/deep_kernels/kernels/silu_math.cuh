@@ -151,7 +151,8 @@ struct BlockScale<ScaleFormat::float32> {
 // The least power of two that is not below amax / 448, by the bits of amax: 448 is 1.75 * 2^8.
 template <>
 struct BlockScale<ScaleFormat::ue8m0> {
-  u32 exponent;  // as it is stored; 255: infinite or NaN
+  u32 exponent;   // as it is stored; 255: infinite or NaN
+  float extreme;  // 1 / amax of those: 0 or NaN
 
   static DK_DEVICE BlockScale of(float amax) {
     constexpr u32 kMantissa = 0x7fffffu;
@@ -159,13 +160,13 @@ struct BlockScale<ScaleFormat::ue8m0> {
     constexpr u32 kLeast = 127 - 39;  // 2^-39 is the least that is not below kMinBlockScale
     const u32 bits = ptx::bits_of(amax);
     const u32 biased = bits >> 23;
-    if (biased == 255) return {255};
+    if (biased == 255) return {255, ptx::rcp_approx_ftz(amax)};
     const u32 up = (bits & kMantissa) > kThreeQuarters ? 1 : 0;
-    return {max_of(biased + up, kLeast + 8) - 8};
+    return {max_of(biased + up, kLeast + 8) - 8, 0.0f};
   }
-  // 0 for what is infinite: products there become NaN or 0, never wrong numbers.
+  // Products with that of an infinite scale become NaN or 0, never wrong numbers.
   DK_DEVICE float inverse() const {
-    return ptx::float_of(exponent == 255 ? 0u : (254 - exponent) << 23);
+    return exponent == 255 ? extreme : ptx::float_of((254 - exponent) << 23);
   }
   DK_DEVICE void store(void* scales, i64 index) const {
     ptx::store_global(static_cast<u8*>(scales) + index, static_cast<u8>(exponent));
