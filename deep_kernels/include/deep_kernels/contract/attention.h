@@ -234,7 +234,8 @@ struct AttentionSpec {
     const i32 rows = tile_rows + (k_stages + v_stages) * tile_keys;
     return rows * head_dim() * 2 + (backend == Backend::sm90 ? 1024 : 0);  // barriers
   }
-  static constexpr i32 spill_limit_bytes() { return 0; }
+  // On sm90 what the loading warps have no registers for, once a tile of queries.
+  constexpr i32 spill_limit_bytes() const { return backend == Backend::sm90 ? 96 : 0; }
   // Both products of a tile; scores of the first tile and P V of the last stand alone, and a causal
   // kernel has its masked tiles in a loop of their own.
   constexpr i32 num_wgmma() const {
