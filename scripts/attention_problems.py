@@ -160,6 +160,7 @@ def deviation_of(shape: Shape, problem: Problem, out: Tensor) -> float:
 
 
 def lse_error_of(shape: Shape, problem: Problem, lse: Tensor) -> float:
+    """Of the same rows; lse as the op returns it, [batch, num_q_heads, num_q]."""
     return max(
         float((lse[batch, head, rows].double() - exact).abs().max())
         for batch, head, rows, _, exact in _checked(shape, problem)

@@ -116,7 +116,7 @@ def require_right(shape: Shape, problem: Problem, calls: Calls) -> float:
     """That out and lse of all are those of float64; the largest deviation."""
     deviations = attention_problems.check(shape, problem, calls)
     for name, call in calls.items():
-        error = attention_problems.lse_error_of(shape, problem, call(return_lse=True)[1].transpose(1, 2))
+        error = attention_problems.lse_error_of(shape, problem, call(return_lse=True)[1])
         if not error < attention_problems.MAX_LSE_ERROR:
             raise RuntimeError(f"{shape.label}: wrong lse of {name}, off by {error:.2e}")
     return max(deviations.values())

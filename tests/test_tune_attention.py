@@ -33,7 +33,7 @@ SHARES = {"16/2": 0.125, "8/2": 0.25, "4/3": 0.5}
 
 def measured(num_kv: int = 4096, heads_per_kv: int = 1, again: float = 1.0, **factors: float) -> Any:
     """Made-up times: those of emulations over that of off, slower with their share unless `factors` say."""
-    slow = {name: 1 + share / 4 for name, share in SHARES.items()}
+    slow = {name: 1 + share / 5 for name, share in SHARES.items()}
     slow |= {name[1:].replace("_", "/"): factor for name, factor in factors.items()}
     drift = [1 + 0.05 * (i % 7 - 3) / 7 for i in range(21)]
     times = {table.OFF: 1.0, table.AGAIN: again, **slow}
@@ -56,10 +56,10 @@ def bands(found: Sequence[Any]) -> list[tuple[int, int, tuple[int, int, int]]]:
 def test_off_is_an_answer_with_its_curve() -> None:
     (row,) = decide([measured(num_kv) for num_kv in LENGTHS])
     assert bands([row]) == [(0, 0, table.NONE)]
-    assert row.gain == pytest.approx(0.125 / 4, abs=1e-4), "what the next best costs more"
+    assert row.gain == pytest.approx(0.125 / 5, abs=1e-4), "what the next best costs more"
     assert row.reason == (
         "no emulation wins at 4096, 16384, 65536 keys, spread 0.00%; time by share (freq/res) over off: "
-        "12% (16/2) +3.1%, 25% (8/2) +6.2%, 50% (4/3) +12.5%"
+        "12% (16/2) +2.5%, 25% (8/2) +5.0%, 50% (4/3) +10.0%"
     )
     assert (row.gpu, row.date, row.backend, row.dtype, row.head_dim, row.causal) == (
         *("a card", "2026-01-02", "sm90", "bfloat16", 128, True),
@@ -112,7 +112,7 @@ def test_a_spread_of_rounds_counts_where_their_median_is_none() -> None:
 def test_emulations_that_spill_are_named() -> None:
     row = measured()
     without = replace(row, emulations={"8/2": (8, 2)}, spilled=("4/3", "16/2"))
-    assert decide([without])[0].reason.endswith("over off: 25% (8/2) +6.2%; spills, not measured: 16/2, 4/3")
+    assert decide([without])[0].reason.endswith("over off: 25% (8/2) +5.0%; spills, not measured: 16/2, 4/3")
     (alone,) = decide([replace(row, emulations={}, spilled=tuple(EMULATIONS))])
     assert (alone.ex2, alone.gain) == (table.NONE, 0) and "over off: nothing; spills" in alone.reason
 
