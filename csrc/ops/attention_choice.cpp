@@ -27,9 +27,8 @@ Ex2Emulation canonical(const Ex2Words& words, RowFragments fragments) {
 }
 
 const Ex2Row& row_of(const AttentionCase& wanted, Backend backend) {
-  const Ex2Row* row =
-      find_ex2_row(kEx2Table, backend, wanted.dtype, wanted.head_dim, wanted.causal,
-                   wanted.num_q_heads / wanted.num_kv_heads, wanted.num_kv);
+  const Ex2Row* row = find_ex2_row(kEx2Table, backend, wanted.dtype, wanted.head_dim, wanted.causal,
+                                   wanted.num_q_heads / wanted.num_kv_heads, wanted.num_kv);
   if (row != nullptr) return *row;
   throw UnsupportedError(
       fmt::format("{}: there are no {} kernels for it yet", kAttentionOp, name_of(backend)));

@@ -18,7 +18,7 @@ struct Ex2Row {
   Ex2Emulation ex2;  // all 0: off
   const char* gpu;   // that it was measured on; empty if it was not
   const char* date;  // of the measurement; empty if there was none
-  double gain;       // share of the time that the next best choice would cost more; 0: no difference
+  double gain;  // share of the time that the next best choice would cost more; 0: no difference
   const char* reason;
 
   constexpr bool fits(Backend of, DType type, i64 dim, bool masked, i64 heads_per_kv,
