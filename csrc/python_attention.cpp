@@ -1,4 +1,6 @@
 // The eager path of flash attention, and what its fake versions check.
+#include <pybind11/stl.h>
+
 #include "ops/attention.h"
 #include "python_args.h"
 #include "python_lock.h"
@@ -102,6 +104,22 @@ double share(py::handle freq, py::handle res, py::handle start, py::handle fragm
       args.integer("fragment", fragment), args.integer("num_fragments", num_fragments));
 }
 
+// `arch` is "cpu" or as in supported(), whose words a case has.
+py::dict ex2_choice(const std::string& arch, const Case& fields) {
+  CaseReader reader(kAttentionOp, fields);
+  const AttentionCase wanted = read_attention_case(reader);
+  reader.finish();
+  std::optional<Arch> resolved;
+  if (arch != "cpu") resolved = resolve_arch("ex2_choice", arch, std::nullopt);
+  const Ex2Choice choice = describe_ex2_choice(wanted, resolved);
+  py::dict result;
+  result["ex2"] = py::make_tuple(choice.ex2.freq, choice.ex2.res, choice.ex2.start_fragment);
+  result["fragment"] = choice.fragments.length;
+  result["num_fragments"] = choice.fragments.count;
+  result["emulated"] = choice.emulated;
+  return result;
+}
+
 }  // namespace
 
 void add_attention_ops(py::module_& m) {
@@ -110,6 +128,7 @@ void add_attention_ops(py::module_& m) {
   m.def("flash_attn_varlen_fwd", varlen_call<Purpose::run>);
   m.def("check_flash_attn_varlen_fwd", varlen_call<Purpose::check>);
   m.def("ex2_emulated_share", share);
+  m.def("ex2_choice", ex2_choice);
 }
 
 }  // namespace deep_kernels

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 _SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-OPS = {"mqa_logits": "tune_mqa_clean", "silu_fold": "tune_silu_fold"}  # the script that measures each
+OPS = {  # the script that measures each
+    "mqa_logits": "tune_mqa_clean",
+    "silu_fold": "tune_silu_fold",
+    "attention": "tune_ex2_emu",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

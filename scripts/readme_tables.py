@@ -131,6 +131,65 @@ def silu_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def attention_section(results: dict[str, Any]) -> list[str]:
+    """Prefill, decode and curves, each where there are rows of it."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for row in results["results"]:
+        by_kind.setdefault(row["kind"], []).append(row)
+    parts = {"prefill": attention_prefill, "decode": attention_decode, "curve": attention_curves}
+    lines = [line for kind, part in parts.items() if kind in by_kind for line in (*part(by_kind[kind]), "")]
+    return [
+        f"Flash attention, bfloat16, {results['card']}, torch {results['torch']}, next to torch's "
+        "scaled_dot_product_attention with cuDNN and with its own flash kernels in the same process. *Burst* is one "
+        "launch after 25 ms of nothing, *sustained* 45 ms back to back at the power limit; x is how many times as "
+        "fast. Causal work counts half.",
+        "",
+        *lines,
+        "![TFLOPS, bandwidth, and curves of emulation](benchmarks/results/attention.png)",
+        "",
+    ]
+
+
+def attention_figures(row: dict[str, Any], rate: tuple[str, str], ratios: tuple[str, ...]) -> list[str]:
+    """Microseconds of a burst, and rate and ratios of both regimes."""
+    found = [row.get(regime, {}).get("deep_kernels", {}) for regime in ("burst", "sustained")]
+    cells = [shown(found[0].get("median_us"), ".1f")]
+    for entry in found:
+        cells += [shown(entry.get(rate[0]), rate[1]), *(shown(entry.get(ratio), ".2f") for ratio in ratios)]
+    return [row["label"], *cells]
+
+
+def attention_prefill(rows: list[dict[str, Any]]) -> list[str]:
+    of_regime = ["TFLOPS", "x cuDNN", "x torch's flash"]
+    titles = ["head_dim, batch x tokens, heads / kv heads", "us", *of_regime]
+    titles += [f"sustained: {of_regime[0]}", *of_regime[1:]]
+    return table([titles, *(attention_figures(row, ("tflops", ".0f"), ("x_cudnn", "x_torch_flash")) for row in rows)])
+
+
+def attention_decode(rows: list[dict[str, Any]]) -> list[str]:
+    of_regime = ["TB/s", "of read_bw", "x cuDNN", "x torch's flash"]
+    titles = ["head_dim, batch x queries / keys, heads / kv heads", "us", *of_regime]
+    titles += [f"sustained: {of_regime[0]}", *of_regime[1:]]
+    ratios = ("of_read_bw", "x_cudnn", "x_torch_flash")
+    return [
+        "Few queries; launches take turns on different keys, which come from memory. The share is that in `read_bw`, a "
+        "large tensor read in the same process.",
+        "",
+        *table([titles, *(attention_figures(row, ("tb_s", ".2f"), ratios) for row in rows)]),
+    ]
+
+
+def attention_curves(rows: list[dict[str, Any]]) -> list[str]:
+    """TFLOPS by share, off twice: what a figure differs from itself."""
+    regime = next(regime for regime in ("burst", "sustained") if all(regime in row for row in rows))
+    lines = [["head_dim, batch x tokens, heads / kv heads", "off, again", "share of exponentials (freq/res): TFLOPS"]]
+    for row in rows:
+        tflops = {name: f"{entry['tflops']:.0f}" for name, entry in row[regime].items()}
+        curve = [f"{row['shares'][name]:.0%} ({name}): {tflops[name]}" for name in tflops if row["shares"][name] > 0]
+        lines.append([row["label"], f"{tflops['off']}, {tflops['again']}", ", ".join(curve)])
+    return [f"Exponentials by a polynomial instead of the special function unit, {regime}:", "", *table(lines)]
+
+
 def shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
@@ -155,6 +214,7 @@ SECTIONS = {
     "mqa_logits": mqa_section,
     "paged_mqa_logits": paged_section,
     "silu_fold": silu_section,
+    "attention": attention_section,
     "runtime": runtime_section,
 }
 

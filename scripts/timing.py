@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,22 +78,67 @@ def measure(
     }
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times: dict[str, list[float]] = {name: [] for name in functions}
-    names = list(functions)
+    for name in _turns(list(functions), samples):
+        graph = graphs[name].graph
+        if queued:
+            torch.cuda._sleep(_QUEUE_CYCLES)
+        graph.replay()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times[name].append(begin.elapsed_time(end) * 1000 / graphs[name].calls)
+    return {name: Timing(values) for name, values in times.items()}
+
+
+def _turns(names: list[str], samples: int) -> Iterator[str]:
+    """Each name once a round, from another one on, every second round backwards."""
     for sample in range(samples):
         order = names[sample % len(names) :] + names[: sample % len(names)]
-        if sample % 2:
-            order.reverse()
-        for name in order:
-            graph = graphs[name].graph
-            if queued:
+        yield from reversed(order) if sample % 2 else order
+
+
+class Regimes:
+    """Functions in graphs, timed as single replays of a rested card and as many of a busy one."""
+
+    def __init__(self, functions: Mapping[str, Callable[[], object]], calls: Mapping[str, int]) -> None:
+        self.graphs = {name: Graph(function, calls[name]) for name, function in functions.items()}
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def burst(self, samples: int, idle: float = 0.025) -> dict[str, Timing]:
+        """One replay after the card did nothing for a while, in shuffled order; the host is not part of it."""
+        order = random.Random(0)
+        times: dict[str, list[float]] = {name: [] for name in self.graphs}
+        for _ in range(samples):
+            for name in order.sample(list(self.graphs), len(self.graphs)):
+                torch.cuda.synchronize()
+                time.sleep(idle)
                 torch.cuda._sleep(_QUEUE_CYCLES)
-            graph.replay()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1000 / graphs[name].calls)
-    return {name: Timing(values) for name, values in times.items()}
+                times[name].append(self._replayed(name, 1))
+        return {name: Timing(values) for name, values in times.items()}
+
+    def sustained(self, samples: int, seconds: float = 0.045) -> dict[str, Timing]:
+        """So long back to back that the card is at its power limit; as long again without a pause before the first."""
+        replays = {name: max(1, round(seconds * 1e6 / self._replay_us(name))) for name in self.graphs}
+        for name, count in replays.items():
+            self._replayed(name, count)
+        times: dict[str, list[float]] = {name: [] for name in self.graphs}
+        for name in _turns(list(self.graphs), samples):
+            times[name].append(self._replayed(name, replays[name]))
+        return {name: Timing(values) for name, values in times.items()}
+
+    def _replay_us(self, name: str) -> float:
+        return self._replayed(name, 3) * self.graphs[name].calls
+
+    def _replayed(self, name: str, replays: int) -> float:
+        """Microseconds per call."""
+        begin, end = self._events
+        begin.record()
+        for _ in range(replays):
+            self.graphs[name].graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1000 / (replays * self.graphs[name].calls)
 
 
 def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:

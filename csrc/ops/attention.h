@@ -87,6 +87,15 @@ i32 choose_num_splits(const AttentionCase& wanted, i64 num_tiles, i64 num_worker
 AttentionSpec choose_attention_spec(const AttentionCase& wanted, const Arch& arch, bool split);
 AttentionJoinSpec choose_attention_join_spec(const AttentionCase& wanted);
 
+// What a case gets, for the tuner. Words that mean the same set emulate the same elements.
+struct Ex2Choice {
+  Ex2Emulation ex2;
+  RowFragments fragments;
+  std::vector<i32> emulated;  // places in a row's fragments, one after the other
+};
+// No arch: the CPU backend.
+Ex2Choice describe_ex2_choice(const AttentionCase& wanted, const std::optional<Arch>& arch);
+
 // What was measured, for the inspector.
 std::vector<TuningRow> attention_tuning();
 

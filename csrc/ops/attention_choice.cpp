@@ -27,10 +27,9 @@ Ex2Emulation canonical(const Ex2Words& words, RowFragments fragments) {
 }
 
 const Ex2Row& row_of(const AttentionCase& wanted, Backend backend) {
-  for (const Ex2Row& row : kEx2Table)
-    if (row.fits(backend, wanted.dtype, wanted.head_dim, wanted.causal,
-                 wanted.num_q_heads / wanted.num_kv_heads, wanted.num_kv))
-      return row;
+  const Ex2Row* row = find_ex2_row(kEx2Table, backend, wanted.dtype, wanted.head_dim, wanted.causal,
+                                   wanted.num_q_heads / wanted.num_kv_heads, wanted.num_kv);
+  if (row != nullptr) return *row;
   throw UnsupportedError(
       fmt::format("{}: there are no {} kernels for it yet", kAttentionOp, name_of(backend)));
 }
@@ -133,6 +132,22 @@ AttentionSpec choose_attention_spec(const AttentionCase& wanted, const Arch& arc
           .tile_keys = keys,
           .k_stages = k_stages,
           .v_stages = v_stages};
+}
+
+Ex2Choice describe_ex2_choice(const AttentionCase& wanted, const std::optional<Arch>& arch) {
+  Ex2Choice choice;
+  if (arch) {
+    const AttentionSpec spec = choose_attention_spec(wanted, *arch, /*split=*/false);
+    choice = {spec.ex2(), spec.fragments(), {}};
+  } else {
+    choice = {choose_ex2(wanted, Backend::cpu, kCpuTileKeys),
+              attention_fragments(Backend::cpu, kCpuTileKeys),
+              {}};
+  }
+  const auto [length, count] = choice.fragments;
+  for (i32 k = 0; k < length * count; ++k)
+    if (ex2_is_emulated(choice.ex2, k % length, k / length, count)) choice.emulated.push_back(k);
+  return choice;
 }
 
 AttentionJoinSpec choose_attention_join_spec(const AttentionCase& wanted) {
