@@ -168,7 +168,7 @@ def test_maps_say_where_heads_and_panels_lie() -> None:
         "const AttentionSpec spec{Backend::sm90, DType::float16, 2, false, false, false, 0, 0, 0, 192, 80, 3, 3}; "
         "return attention_maps(args, spec); }()"
     )
-    wanted = {"dims": (64, 50, 2, 8, 3), "strides": (1, 2000, 128, 240, 140_000), "box": (64, 192, 2, 1, 1)}
+    wanted = {"dims": (64, 50, 2, 8, 3), "strides": (1, 2000, 128, 240, 140_000), "box": (64, 64, 2, 1, 1)}
     assertions = [
         f"{maps}.q.{name}[{i}] == {value}" for name, values in wanted.items() for i, value in enumerate(values)
     ]
