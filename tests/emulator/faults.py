@@ -290,8 +290,8 @@ FAULTS = [
     ),
     _fault(
         "ldmatrix of an odd address", "sm89", FRAGMENTS,
-        "rows + swizzled_offset<kRowBytes>(lane % 16, 2 * step + lane / 16)",
-        "rows + 8 + swizzled_offset<kRowBytes>(lane % 16, 2 * step + lane / 16)",
+        "ldmatrix_x4(a, rows + swizzled_offset<kRowBytes>(lane % 16, 2 * step + lane / 16)",
+        "ldmatrix_x4(a, rows + 8 + swizzled_offset<kRowBytes>(lane % 16, 2 * step + lane / 16)",
         "alignment", ("ldmatrix",),
     ),
     _fault(

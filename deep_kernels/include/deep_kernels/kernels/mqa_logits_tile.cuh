@@ -9,7 +9,6 @@
 #include "deep_kernels/kernels/mqa_mx.cuh"
 #include "deep_kernels/kernels/mqa_schedule.cuh"
 #include "deep_kernels/ptx/base.cuh"
-#include "deep_kernels/tile/global_words.cuh"
 
 namespace deep_kernels {
 
@@ -44,9 +43,15 @@ template <class Args>
 DK_DEVICE float load_weight(const Args& args, i32 row, i32 head) {
   if (row >= args.num_q || head >= args.num_heads) return 0.0f;
   const i64 index = row * args.weights_stride + head;
-  if (args.weights_dtype == DType::float16)
-    return ptx::float_of_f16(ptx::load_global(static_cast<const u16*>(args.weights) + index));
-  return tile::load_float(args.weights, index, args.weights_dtype);
+  switch (args.weights_dtype) {
+    case DType::float32:
+      return ptx::load_global(static_cast<const float*>(args.weights) + index);
+    case DType::bfloat16:
+      return ptx::float_of_bf16(ptx::load_global(static_cast<const u16*>(args.weights) + index));
+    case DType::float16:
+      break;
+  }
+  return ptx::float_of_f16(ptx::load_global(static_cast<const u16*>(args.weights) + index));
 }
 
 // Weights of 2^95 and more could leave float32 in the sum over heads (a factor below 2^25 * 128) or
