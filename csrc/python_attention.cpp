@@ -30,6 +30,12 @@ struct Options {
         num_splits(args.optional_integer("num_splits", values[5])),
         arch(args.optional_text("arch", values[6])),
         return_lse(args.boolean("return_lse", values[7])) {}
+
+  // `packed` may be null.
+  AttentionCall call(const Tensor& q, const Tensor& k, const Tensor& v,
+                     const PackedTokens* packed) const {
+    return {q, k, v, packed, causal, softmax_scale, ex2, num_splits, arch};
+  }
 };
 
 template <Purpose kPurpose>
@@ -59,15 +65,7 @@ py::object dense_call(py::handle q_arg, py::handle k_arg, py::handle v_arg, cons
   const Tensor& v = args.tensor("v", v_arg);
   const Options options(args, words);
   const OptionalTensor out = args.out("out", out_arg);
-  const AttentionCall call{q,
-                           k,
-                           v,
-                           nullptr,
-                           options.causal,
-                           options.softmax_scale,
-                           options.ex2,
-                           options.num_splits,
-                           options.arch};
+  const AttentionCall call = options.call(q, k, v, nullptr);
   return run_or_check<kPurpose>(args, call, options, out, out_arg);
 }
 
@@ -84,15 +82,7 @@ py::object varlen_call(py::handle q_arg, py::handle k_arg, py::handle v_arg, py:
       args.count("max_seqlen_q", max_q_arg), args.count("max_seqlen_k", max_k_arg)};
   const Options options(args, words);
   const OptionalTensor out = args.out("out", out_arg);
-  const AttentionCall call{q,
-                           k,
-                           v,
-                           &packed,
-                           options.causal,
-                           options.softmax_scale,
-                           options.ex2,
-                           options.num_splits,
-                           options.arch};
+  const AttentionCall call = options.call(q, k, v, &packed);
   return run_or_check<kPurpose>(args, call, options, out, out_arg);
 }
 

@@ -89,7 +89,7 @@ ATTENTION_FAULTS = [
     ),
     _fault(
         "masked tiles taken for whole ones", WRONG,
-        (Edit(TILES, "S.causal) / S.tile_keys;\n}", "S.causal) / S.tile_keys + 1;\n}"),),
+        (Edit(TILES, "S.causal) / S.tile_keys;", "S.causal) / S.tile_keys + 1;"),),
     ),
     _fault(
         "the last tile of keys left out", WRONG,

@@ -317,17 +317,13 @@ constexpr Map attention_map(const u16* base, i64 tokens, i64 heads, i64 batch, i
                             i64 head_stride, i64 batch_stride, i32 head_dim, i32 box_tokens) {
   Map map{};
   map.base = base;
-  map.rank = tokens == 0 ? 0 : 5;
   map.type = MapType::bf16_;
   map.swizzle = Swizzle::b128;
   const i64 dims[] = {kHeadPanel, tokens, head_dim / kHeadPanel, heads, batch};
   const i64 strides[] = {1, token_stride, kHeadPanel, head_stride, batch_stride};
   const i32 box[] = {kHeadPanel, box_tokens, head_dim / kHeadPanel, 1, 1};
-  for (i32 i = 0; i < 5; ++i) {
-    map.dims[i] = dims[i];
-    map.strides[i] = i == 0 ? 1 : 2 * strides[i];  // bytes
-    map.box[i] = box[i];
-  }
+  set_dimensions(map, dims, strides, sizeof(u16), box);
+  if (tokens == 0) map.rank = 0;
   return map;
 }
 

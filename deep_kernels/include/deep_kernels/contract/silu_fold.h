@@ -390,7 +390,6 @@ constexpr Map weight_rows_map(const BlockScaledArgs& args, i64 first_row, i32 nu
                               i32 box_rows) {
   Map map{};
   map.base = args.w + first_row * args.w_stride;
-  map.rank = 5;
   map.type = MapType::u8_;
   map.swizzle = Swizzle::b128;
   const i64 row = args.w_stride;
@@ -401,11 +400,7 @@ constexpr Map weight_rows_map(const BlockScaledArgs& args, i64 first_row, i32 nu
   const i64 strides[] = {1, row, 8 * row, 2 * row, 32 * row};
   const i32 box[] = {kScaleBlock, permuted ? 2 : box_rows, permuted ? 4 : 1, permuted ? 4 : 1,
                      permuted ? box_rows / 32 : 1};
-  for (i32 i = 0; i < 5; ++i) {
-    map.dims[i] = dims[i];
-    map.strides[i] = strides[i];
-    map.box[i] = box[i];
-  }
+  set_dimensions(map, dims, strides, 1, box);
   return map;
 }
 

@@ -111,5 +111,16 @@ struct MapDescription {
   MapType type = MapType::u8_;
   Swizzle swizzle = Swizzle::none;
 };
+// All dimensions at once, of any type of map; strides in elements of this many bytes.
+template <class Map, i32 kRank>
+constexpr void set_dimensions(Map& map, const i64 (&dims)[kRank], const i64 (&strides)[kRank],
+                              i32 element_bytes, const i32 (&box)[kRank]) {
+  map.rank = kRank;
+  for (i32 i = 0; i < kRank; ++i) {
+    map.dims[i] = dims[i];
+    map.strides[i] = i == 0 ? 1 : element_bytes * strides[i];
+    map.box[i] = box[i];
+  }
+}
 
 }  // namespace deep_kernels

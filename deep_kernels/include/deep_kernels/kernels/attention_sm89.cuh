@@ -219,7 +219,7 @@ struct Worker {
       ptx::sync_threads();
       keep_queries();
     }
-    const i32 full_end = clamp_to(tile.full_end, begin, max_of(begin, end));
+    const i32 full_end = clamp_to(tile.template full_end<S>(0), begin, end);
     add_tiles<false>(begin, full_end, drains, fills);
     add_tiles<true>(full_end, end, drains, fills);
     store();

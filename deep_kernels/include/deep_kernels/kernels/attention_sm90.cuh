@@ -12,8 +12,8 @@
 #pragma once
 
 #include "deep_kernels/contract/attention.h"
+#include "deep_kernels/kernels/attention_queue.cuh"
 #include "deep_kernels/kernels/attention_softmax.cuh"
-#include "deep_kernels/kernels/attention_units.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
 #include "deep_kernels/tile/global_words.cuh"
 #include "deep_kernels/tile/layout.cuh"
@@ -79,23 +79,22 @@ struct Loader {
 
   template <class Load>
   DK_DEVICE void each_unit(Load&& load) const {
-    const Units<S> units(args);
+    const TileQueue<S> queue(args);
     DK_NO_UNROLL
-    for (i32 turn = 0; units.has(turn); ++turn) {
-      const i64 index = units.index(turn);
+    for (i32 turn = 0; queue.has(turn); ++turn) {
+      const i64 index = queue.index(turn);
       if (index < 0) continue;
-      const Unit unit = units.at(index);
-      const i32 end = unit.template end_for<S>(0, S.tile_rows);
-      if (end > unit.keys.begin) load(unit, end);
+      const RowTile unit = queue.at(index);
+      if (unit.keys.end > unit.keys.begin) load(unit);
     }
   }
 
   DK_DEVICE void load_keys_and_values() const {
     auto ks = tile::Ring<S.k_stages>::filler();
     auto vs = tile::Ring<S.v_stages>::filler();
-    each_unit([&](const Unit& unit, i32 end) {
+    each_unit([&](const RowTile& unit) {
       if (ptx::lane_index() == 0) {
-        i32 tile = end - 1;
+        i32 tile = unit.keys.end - 1;
         load_keys(unit, tile, ks);
         DK_NO_UNROLL
         for (; tile > unit.keys.begin; --tile) {
@@ -107,14 +106,14 @@ struct Loader {
       ptx::sync_warp();
     });
   }
-  DK_DEVICE void load_keys(const Unit& unit, i32 tile, tile::Ring<S.k_stages>& stages) const {
+  DK_DEVICE void load_keys(const RowTile& unit, i32 tile, tile::Ring<S.k_stages>& stages) const {
     const u32 filled = ptx::smem_addr(&smem.k_filled[stages.slot]);
     ptx::mbarrier_wait(ptx::smem_addr(&smem.k_drained[stages.slot]), stages.parity);
     ptx::mbarrier_arrive_expect_tx(filled, kTileBytes);
     load_tile(unit, maps.k, ptx::smem_addr(&smem.k[stages.slot]), filled, tile);
     stages.next();
   }
-  DK_DEVICE void load_values(const Unit& unit, i32 tile, tile::Ring<S.v_stages>& stages) const {
+  DK_DEVICE void load_values(const RowTile& unit, i32 tile, tile::Ring<S.v_stages>& stages) const {
     u64& barrier = S.varlen ? smem.v_landed[stages.slot] : smem.v_filled[stages.slot];
     const u32 filled = ptx::smem_addr(&barrier);
     ptx::mbarrier_wait(ptx::smem_addr(&smem.v_drained[stages.slot]), stages.parity);
@@ -123,15 +122,16 @@ struct Loader {
     stages.next();
   }
   template <class Map>
-  DK_DEVICE void load_tile(const Unit& unit, const Map& map, u32 to, u32 filled, i32 tile) const {
+  DK_DEVICE void load_tile(const RowTile& unit, const Map& map, u32 to, u32 filled,
+                           i32 tile) const {
     ptx::tma_load_5d(to, map, filled, 0,
-                     static_cast<i32>(unit.member.first_kv) + tile * S.tile_keys, 0,
-                     unit.head / args.heads_per_kv(), static_cast<i32>(unit.member.batch));
+                     static_cast<i32>(unit.member.first_kv) + tile * S.tile_keys, 0, unit.kv_head,
+                     static_cast<i32>(unit.member.batch));
   }
 
   DK_DEVICE void load_queries() const {
     auto turns = tile::Ring<1>::filler();
-    each_unit([&](const Unit& unit, i32) {
+    each_unit([&](const RowTile& unit) {
       if (ptx::lane_index() == 0) {
         DK_NO_UNROLL
         for (i32 group = 0; group < Smem<S>::kGroups; ++group) {
@@ -153,9 +153,9 @@ struct Loader {
   // it is multiplied by 0.
   DK_DEVICE void clear_tails() const {
     auto stages = tile::Ring<S.v_stages>::drainer();
-    each_unit([&](const Unit& unit, i32 end) {
+    each_unit([&](const RowTile& unit) {
       DK_NO_UNROLL
-      for (i32 tile = end - 1; tile >= unit.keys.begin; --tile, stages.next()) {
+      for (i32 tile = unit.keys.end - 1; tile >= unit.keys.begin; --tile, stages.next()) {
         const i32 values = unit.member.num_kv - tile * S.tile_keys;
         ptx::mbarrier_wait(ptx::smem_addr(&smem.v_landed[stages.slot]), stages.parity);
         if (values < S.tile_keys) clear_rows(smem.v[stages.slot], values);
@@ -196,7 +196,7 @@ struct Math {
   u32 q_low;  // descriptors of the group's queries, and of stages 0
   u32 k_low;
   u32 v_low;
-  Unit unit;
+  RowTile unit;
   RowSoftmax<S> softmax;
   float sum[kSums];  // sum[4j + 2r + e]: row r of the lane, column 8j + lane_column() + e
   u32 powers[kSumSteps][4];
@@ -324,10 +324,7 @@ struct Math {
   DK_DEVICE void add_tiles(i32 begin, i32 end) {
     // Tiles before this one are seen by all rows, as a whole.
     const i32 first_masked =
-        S.causal ? attention_visible_end(unit.first_query + group * kAttentionGroupRows,
-                                         unit.member.num_q, unit.member.num_kv, true) /
-                       S.tile_keys
-                 : end - 1;
+        S.causal ? unit.template full_end<S>(group * kAttentionGroupRows) : end - 1;
     i32 tile = end - 1;
     first_tile(tile);
     bool adds = false;
@@ -344,16 +341,16 @@ struct Math {
   }
 
   DK_DEVICE void run() {
-    const Units<S> units(args);
+    const TileQueue<S> queue(args);
     DK_NO_UNROLL
-    for (i32 turn = 0; units.has(turn); ++turn) {
-      const i64 index = units.index(turn);
+    for (i32 turn = 0; queue.has(turn); ++turn) {
+      const i64 index = queue.index(turn);
       if (index < 0) continue;
-      unit = units.at(index);
+      unit = queue.at(index);
+      if (!unit.exists()) continue;
       softmax.open();
-      const i32 begin = unit.keys.begin;
-      const i32 end = unit.template end_for<S>(group * kAttentionGroupRows, kAttentionGroupRows);
-      const i32 loaded = unit.template end_for<S>(0, S.tile_rows);
+      const auto [begin, loaded] = unit.keys;
+      const i32 end = unit.template seen_end<S>(group * kAttentionGroupRows, kAttentionGroupRows);
       if (loaded > begin) {
         ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);
         turns.next();

@@ -14,9 +14,23 @@ struct RowTile {
   i32 split;
   i32 first_query;  // of the member; there may be no such query
   KeyTiles keys;    // of which some query of the tile sees a key
-  i32 full_end;     // below: all queries see all keys
 
   DK_DEVICE bool exists() const { return first_query >= 0 && first_query < member.num_q; }
+  // Where the key tiles end of which one of `count` rows from the tile's row `first` on sees a key.
+  template <AttentionSpec S>
+  DK_DEVICE i32 seen_end(i32 first, i32 count) const {
+    const i32 left = member.num_q - first_query - first;
+    if (left <= 0) return keys.begin;
+    const i32 last_query = first_query + first + min_of(count, left) - 1;
+    const i32 end = attention_visible_end(last_query, member.num_q, member.num_kv, S.causal);
+    return clamp_to(static_cast<i32>(ceil_div<i64>(end, S.tile_keys)), keys.begin, keys.end);
+  }
+  // Before this key tile, the rows from `first` on see all keys.
+  template <AttentionSpec S>
+  DK_DEVICE i32 full_end(i32 first) const {
+    const i32 query = first_query + first;
+    return attention_visible_end(query, member.num_q, member.num_kv, S.causal) / S.tile_keys;
+  }
 };
 
 // Packed members have their tiles one after the other, from number cu_seqlens_q / rows + index on:
@@ -36,39 +50,38 @@ DK_DEVICE i32 member_of_row_tile(const AttentionArgs& args, i64 number) {
   return low;
 }
 
+// Tile number `number` of a member, or with cu_seqlens of all of them.
 template <AttentionSpec S>
-DK_DEVICE void find_keys(const AttentionArgs& args, RowTile& tile) {
-  const i32 num_q = tile.member.num_q;
-  const i32 num_kv = tile.member.num_kv;
-  const i32 last_query = tile.first_query + min_of<i32>(S.tile_rows, num_q - tile.first_query) - 1;
-  const i32 end = attention_visible_end(last_query, num_q, num_kv, S.causal);
-  tile.keys = attention_split(tile.split, args.num_splits, num_kv, S.tile_keys);
-  tile.keys.end = min_of(tile.keys.end, static_cast<i32>(ceil_div<i64>(end, S.tile_keys)));
-  tile.full_end = attention_visible_end(tile.first_query, num_q, num_kv, S.causal) / S.tile_keys;
+DK_DEVICE RowTile make_row_tile(const AttentionArgs& args, i32 member, i64 number, i32 head,
+                                i32 split) {
+  RowTile tile{};
+  if constexpr (S.varlen) {
+    member = member_of_row_tile<S>(args, number);
+    number -= first_row_tile<S>(args, member);
+  }
+  tile.member = attention_member(args, member);
+  tile.head = head;
+  tile.kv_head = tile.head / args.heads_per_kv();
+  tile.split = split;
+  tile.first_query = static_cast<i32>(number * S.tile_rows);
+  if (!tile.exists()) return tile;
+  tile.keys = attention_split(split, args.num_splits, tile.member.num_kv, S.tile_keys);
+  tile.keys.end = tile.seen_end<S>(0, S.tile_rows);
+  return tile;
 }
 
 // Tile `index` of S.num_tiles(args). Heads follow each other, so that those of a kv head find its
 // keys in the cache; the last queries, which see most of the keys, come first.
 template <AttentionSpec S>
 DK_DEVICE RowTile row_tile(const AttentionArgs& args, i64 index) {
-  RowTile tile{};
   const i64 last = S.num_tiles(args) / args.num_q_heads / args.num_splits - 1;
-  tile.head = static_cast<i32>(index % args.num_q_heads);
-  tile.kv_head = tile.head / args.heads_per_kv();
+  const i32 head = static_cast<i32>(index % args.num_q_heads);
   index /= args.num_q_heads;
-  tile.split = static_cast<i32>(index % args.num_splits);
-  index = last - index / args.num_splits;
-  if constexpr (S.varlen) {
-    const i32 member = member_of_row_tile<S>(args, index);
-    tile.member = attention_member(args, member);
-    index -= first_row_tile<S>(args, member);
-  } else {
-    tile.member = attention_member(args, static_cast<i32>(index % args.batch));
-    index /= args.batch;
-  }
-  tile.first_query = static_cast<i32>(index * S.tile_rows);
-  if (tile.exists()) find_keys<S>(args, tile);
-  return tile;
+  const i32 split = static_cast<i32>(index % args.num_splits);
+  const i64 number = last - index / args.num_splits;
+  if constexpr (S.varlen) return make_row_tile<S>(args, 0, number, head, split);
+  return make_row_tile<S>(args, static_cast<i32>(number % args.batch), number / args.batch, head,
+                          split);
 }
 
 }  // namespace deep_kernels::flash

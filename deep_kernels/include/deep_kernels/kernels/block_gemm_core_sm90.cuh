@@ -26,7 +26,8 @@
 
 namespace deep_kernels::fold_sm90 {
 
-// What the other block of a cluster sends: of two tiles in turn, the maxima of its columns.
+// What the other block of a cluster sends: of two tiles in turn, the maxima of its columns. Of 0
+// tokens: nothing is sent.
 template <i32 kTokens>
 struct Mailbox {
   static constexpr i32 kWarps = kTokens / 16;
@@ -34,15 +35,8 @@ struct Mailbox {
   // 16 of them, and the two warps that have the tokens -> the warp of this block.
   alignas(8) u64 received[2][kWarps];
 };
-struct NoMailbox {};
-template <bool kPresent, i32 kTokens>
-struct MailboxIf {
-  using Type = Mailbox<kTokens>;
-};
-template <i32 kTokens>
-struct MailboxIf<false, kTokens> {
-  using Type = NoMailbox;
-};
+template <>
+struct Mailbox<0> {};
 
 // Spec, here and below: SiluFoldSpec or BlockGemmSpec.
 template <auto S>
@@ -56,7 +50,7 @@ struct Smem {
   // producer thread, TMA bytes, eight lanes of each scale warp -> math warps
   alignas(8) u64 filled[S.stages];
   u64 drained[S.stages];  // all math warps of the cluster -> producer thread, scale warps
-  typename MailboxIf<S.exchanges_maxima(), S.tile_tokens()>::Type mailbox;
+  Mailbox<S.exchanges_maxima() ? S.tile_tokens() : 0> mailbox;
 };
 
 template <auto S>
