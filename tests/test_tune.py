@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import tuner_runs
 from script import ROOT, load
 
 import deep_kernels as dk
@@ -275,33 +276,20 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_was_kept_makes_the_table(copy: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tune", "mqa_logits", "--table", str(copy), "--load", str(saved)]
-    assert main([*words, "--dry-run"]) == 0
-    text = capsys.readouterr().out
-    assert copy.read_text() == FILE.read_text(), "a dry run writes nothing"
-    assert main(words) == 0
-    assert copy.read_text() == text != FILE.read_text()
-    assert "build the extension again" in capsys.readouterr().err
-    assert main(words) == 0
-    assert copy.read_text() == text, "the same times make the same bytes"
-    assert main([*words[:4], "--check"]) == 0
+    tuner_runs.makes_the_table("mqa_logits", copy, FILE, saved, capsys)
 
 
 def test_check_finds_what_was_changed_by_hand(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tune", "mqa_logits", "--table", str(copy), "--check"]
-    assert main(words) == 0
-    copy.write_text(copy.read_text().replace("Clean::deferred", "Clean::off"))
-    assert main(words) == 2
-    assert "it was changed by hand" in capsys.readouterr().err
+    assert main(["tune", "mqa_logits", "--table", str(copy), "--check"]) == 0
+    text = copy.read_text().replace("Clean::deferred", "Clean::off")
+    tuner_runs.finds_what_was_changed_by_hand("mqa_logits", copy, text, capsys)
 
 
 def test_measuring_needs_a_card(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["tune", "mqa_logits", "--table", str(copy)]) == 2
-    assert capsys.readouterr().err == "deep_kernels: tune: a CUDA device is needed, torch sees none\n"
-    assert copy.read_text() == FILE.read_text()
+    sentence = "tune: a CUDA device is needed, torch sees none"
+    tuner_runs.cannot_measure("mqa_logits", copy, FILE, [], sentence, monkeypatch, capsys)
 
 
 def test_each_call_is_placed_and_the_setting_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

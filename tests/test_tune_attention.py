@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import tuner_runs
 from script import ROOT, load
 
 from deep_kernels import _C
@@ -274,26 +275,16 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_was_kept_makes_the_table(copy: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tune", "attention", "--table", str(copy), "--load", str(saved)]
-    assert main([*words, "--dry-run"]) == 0
-    text = capsys.readouterr().out
-    assert copy.read_text() == FILE.read_text(), "a dry run writes nothing"
-    assert main(words) == 0
-    assert copy.read_text() == text != FILE.read_text()
-    errors = capsys.readouterr().err
-    assert "build the extension again" in errors
+    errors = tuner_runs.makes_the_table("attention", copy, FILE, saved, capsys)
     assert "head_dim 128 causal, 0 or more heads per kv head, 65536 or more keys: freq 8 res 2 start_frg 0; " in errors
     assert "sm90 bfloat16 head_dim 128 causal, 0 or more heads per kv head, 0 or more keys: off; no emul" in errors
-    assert main(words) == 0
-    assert copy.read_text() == text, "the same times make the same bytes"
     again = saved.with_name("again.json")
+    words = ["tune", "attention", "--table", str(copy), "--load", str(saved)]
     assert main([*words, "--save", str(again), "--dry-run"]) == 0
     assert json.loads(again.read_text()) == json.loads(saved.read_text())
-    assert main([*words[:4], "--check"]) == 0
-    copy.write_text(text.replace("{8, 2, 0}", "{8, 2}", 1))
     capsys.readouterr()
-    assert main([*words[:4], "--check"]) == 2
-    assert "it was changed by hand" in capsys.readouterr().err
+    text = copy.read_text().replace("{8, 2, 0}", "{8, 2}", 1)
+    tuner_runs.finds_what_was_changed_by_hand("attention", copy, text, capsys)
 
 
 @pytest.mark.parametrize(
@@ -310,10 +301,7 @@ def test_what_cannot_be_measured(
     words: list[str],
     sentence: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["tune", "attention", "--table", str(copy), *words]) == 2
-    assert capsys.readouterr().err == f"deep_kernels: {sentence}\n"
-    assert copy.read_text() == FILE.read_text()
+    tuner_runs.cannot_measure("attention", copy, FILE, words, sentence, monkeypatch, capsys)
 
 
 def test_whose_kernels_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

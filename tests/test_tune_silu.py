@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import tuner_runs
 from script import ROOT, load
 
 from deep_kernels import _C
@@ -365,22 +366,11 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_was_kept_makes_the_table(copy: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tune", "silu_fold", "--table", str(copy), "--load", str(saved)]
-    assert main([*words, "--dry-run"]) == 0
-    text = capsys.readouterr().out
-    assert copy.read_text() == FILE.read_text(), "a dry run writes nothing"
-    assert main(words) == 0
-    assert copy.read_text() == text != FILE.read_text()
-    errors = capsys.readouterr().err
-    assert "build the extension again" in errors
+    errors = tuner_runs.makes_the_table("silu_fold", copy, FILE, saved, capsys)
     assert "sm90 I 6144, up to 192 tokens: two launches, tile by rounds; " in errors
     assert "sm90 tile 64x2: 1000, 4.0 us a round at K 2048, 8.0 us a round at K 4096; " in errors
-    assert main(words) == 0
-    assert copy.read_text() == text, "the same times make the same bytes"
-    assert main([*words[:4], "--check"]) == 0
-    copy.write_text(text.replace("false", "true", 1).replace("kByRounds", "kNone", 1))
-    assert main([*words[:4], "--check"]) == 2
-    assert "it was changed by hand" in capsys.readouterr().err
+    text = copy.read_text().replace("false", "true", 1).replace("kByRounds", "kNone", 1)
+    tuner_runs.finds_what_was_changed_by_hand("silu_fold", copy, text, capsys)
 
 
 @pytest.mark.parametrize(
@@ -397,10 +387,7 @@ def test_what_cannot_be_measured(
     words: list[str],
     sentence: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["tune", "silu_fold", "--table", str(copy), *words]) == 2
-    assert capsys.readouterr().err == f"deep_kernels: {sentence}\n"
-    assert copy.read_text() == FILE.read_text()
+    tuner_runs.cannot_measure("silu_fold", copy, FILE, words, sentence, monkeypatch, capsys)
 
 
 def test_variables_that_would_choose_stop_the_tuner(
