@@ -574,6 +574,73 @@ def test_faults_in_attention_by_wgmma(old: str, new: str, kind: str, words: tupl
         assert word in str(caught.value), str(caught.value)
 
 
+# Warpgroups take turns: each adds one to what the one before it has written. Barrier 1 + g opens the turn of group g.
+TURNS = """
+  const i32 group = thread / 128, next = (group + 1) % GROUPS, before = (group + GROUPS - 1) % GROUPS;
+  const auto word = [&](i32 of_group) { return kBase + 512 * of_group + 4 * (thread % 128); };
+  ptx::store_shared_i32(word(group), 0);
+  ptx::sync_threads();
+  if (next == 0) ptx::barrier_arrive(1, 256);  // opens the first turn
+  i32 value = 0;
+  for (i32 round = 0; round < 3; ++round) {
+    ptx::barrier_sync(1 + group, 256);
+    value = ptx::load_shared_i32(word(before)) + 1;
+    ptx::store_shared_i32(word(group), value);
+    ptx::barrier_arrive(1 + next, 256);
+  }
+  ptx::store_global(reinterpret_cast<i32*>(out0) + thread, value);
+"""
+
+
+def run_turns(groups: int = 2, seed: int = 0, old: str = "", new: str = "") -> Tensor:
+    """What the groups end with, by a kernel with the edit."""
+    assert old in TURNS
+    found = torch.zeros(groups, 128, dtype=torch.int32)
+    body = (TURNS.replace(old, new) if old else TURNS).replace("GROUPS", str(groups))
+    run_kernel(body, threads=128 * groups, outputs=[found], emulator=Emulator(seed=seed))
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 5, 6])
+@pytest.mark.parametrize("groups", [2, 3])
+def test_warpgroups_take_turns(groups: int, seed: int) -> None:
+    """The last arrival of all is one that nobody waits for."""
+    last = torch.arange(2 * groups + 1, 3 * groups + 1, dtype=torch.int32)
+    assert torch.equal(run_turns(groups, seed), last[:, None].expand(groups, 128))
+
+
+_OPENS = "if (next == 0) ptx::barrier_arrive(1, 256);"
+_SYNC_TURN = "ptx::barrier_sync(1 + group, 256);"
+_STORE_TURN = "ptx::store_shared_i32(word(group), value);"
+_ARRIVE_TURN = "ptx::barrier_arrive(1 + next, 256);"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "words"),
+    [
+        (_OPENS, "", "deadlock",
+         ("warps  0-3", "barrier 1: 128 of 256 threads", "warps  4-7", "barrier 2: 128 of 256 threads")),
+        (_ARRIVE_TURN, f"if (round < 1 || thread >= 32) {_ARRIVE_TURN}", "deadlock", ("224 of 256 threads",)),
+        (_OPENS, _OPENS.replace("256", "224"), "barrier", ("barrier 1", "256", "224", "has come to it")),
+        (_OPENS, _OPENS + _OPENS, "barrier", ("comes to barrier 1",)),
+        (_SYNC_TURN, "", "race barrier", ()),
+        (_SYNC_TURN, f"ptx::load_shared_i32(word(before)); {_SYNC_TURN}", "race",
+         ("reads", "writes", "nothing orders")),
+        (_STORE_TURN + "\n    " + _ARRIVE_TURN, _ARRIVE_TURN + _STORE_TURN, "race", ("nothing orders",)),
+        (_ARRIVE_TURN, f"{_ARRIVE_TURN} ptx::load_shared_i32(word(next));", "race", ("nothing orders",)),
+    ],
+    ids=["nobody opens the first turn", "one warp forgets to arrive", "another count", "an arrival twice", "no wait",
+         "a read before the wait", "a store after the arrival", "a read after the arrival"],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", [0, 5])
+def test_faults_in_turns(old: str, new: str, kind: str, words: tuple[str, ...], seed: int) -> None:
+    with pytest.raises(EmulatorError) as caught:
+        run_turns(2, seed, old, new)
+    assert caught.value.kind in kind.split(), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
 BULK = """
   ptx::mbarrier_arrive_expect_tx(barrier, %(expected)d);
   ptx::bulk_load(kBase + %(to)d, in0 + %(at)d, %(bytes)d, barrier, ptx::evict_first_policy());
@@ -639,6 +706,16 @@ PLAIN_WGMMA = """
 WAIT_WGMMA = "  ptx::wgmma_wait_group<0>(d);\n"
 FENCE = "  ptx::fence_proxy_async();\n"
 SYNC = "  ptx::sync_threads();\n"
+
+# The second warpgroup fills what the first one multiplies.
+ARRIVE_AND_WGMMA = (
+    "if (thread >= 128) {"
+    + FILL.replace("i = thread;", "i = thread - 128;")
+    + "%s ptx::barrier_arrive(1, 256); } else { ptx::barrier_sync(1, 256);"
+    + PLAIN_WGMMA
+    + WAIT_WGMMA
+    + "}"
+)
 
 # (name, body, options, kind, words); kind "" is a kernel that is right.
 CHECKS: list[tuple[str, str, dict[str, object], str, tuple[str, ...]]] = [
@@ -739,6 +816,27 @@ CHECKS: list[tuple[str, str, dict[str, object], str, tuple[str, ...]]] = [
      "ptx::barrier_sync(3, thread < 32 ? 64 : 96);", {"threads": 96}, "barrier", ("64", "96")),
     ("a named barrier that one warp never reaches", "if (thread < 64) ptx::barrier_sync(2, 96);", {"threads": 96},
      "deadlock", ("barrier 2: 64 of 96 threads",)),
+    ("an arrival in a branch", "if (thread < 40) ptx::barrier_arrive(1, 64);", {"threads": 64}, "divergence", ()),
+    ("an arrival of lanes at two barriers", "ptx::barrier_arrive(1 + lane / 31, 32);", {}, "divergence",
+     ("the barrier differs", "lanes 0 and 31")),
+    ("an arrival for no threads", "ptx::barrier_arrive(1, 0);", {}, "barrier", ("for 0 threads", "multiple of 32")),
+    ("two arrivals in a phase",
+     "if (thread < 32) ptx::barrier_arrive(1, 96), ptx::barrier_arrive(1, 96);\n else if (thread < 64)"
+     " ptx::barrier_sync(1, 96);", {"threads": 96}, "barrier", ("comes to barrier 1 twice", "of 96", "it arrived at")),
+    ("a wait in a phase that the warp has arrived in",
+     "if (thread < 32) ptx::barrier_arrive(1, 96), ptx::barrier_sync(1, 96);\n else if (thread < 64)"
+     " ptx::barrier_sync(1, 96);", {"threads": 96}, "barrier", ("comes to barrier 1 twice", "of 96", "it arrived at")),
+    ("a warp that cannot know which phase it comes to", "ptx::barrier_arrive(1, 32);", {"threads": 64}, "barrier",
+     ("in the phase before", "the last of them came at")),
+    ("phases of arrivals alone", "ptx::barrier_arrive(1, 32); ptx::barrier_arrive(1, 32);", {}, "", ()),
+    ("arrivals that nobody waits for", "if (thread < 32) ptx::barrier_arrive(1, 64);", {"threads": 64}, "", ()),
+    ("an arrival orders nothing for who arrives",
+     "if (lane == 0) ptx::store_shared_i32(kBase, 1);\n ptx::barrier_arrive(1, 32);\n ptx::load_shared_i32(kBase);",
+     {}, "race", ("nothing orders",)),
+    ("wgmma after ordinary stores and a fence of warps that arrive", ARRIVE_AND_WGMMA % FENCE, {"threads": 256},
+     "", ()),
+    ("wgmma after ordinary stores of warps that arrive, no fence", ARRIVE_AND_WGMMA % "", {"threads": 256},
+     "proxy-fence", ("wgmma reads", "the store is at")),
     ("sync_threads in a branch", "if (thread < 40) ptx::sync_threads();", {"threads": 64}, "divergence", ()),
     ("lanes meet at two places",
      "if (lane < 16) ptx::shuffle(lane, 0);\n else ptx::shuffle(lane, 0);", {}, "divergence", ("one place",)),

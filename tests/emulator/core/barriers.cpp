@@ -10,7 +10,50 @@ namespace deep_kernels::emulator {
 // --- named barriers
 // ------------------------------------------------------------------------------------
 
-void enter_barrier(Warp& warp, i32 index, u32 id, u32 num_threads, Place at) {
+namespace {
+
+void check_comer(const NamedBarrier& barrier, i32 warp, u32 id, i32 wanted, Place at) {
+  for (const NamedBarrier::Comer& comer : barrier.comers)
+    if (comer.warp == warp)
+      fail("barrier",
+           format("comes to barrier %u twice in one phase, of which %d of %d threads are there", id,
+                  barrier.arrived(), barrier.expected) +
+               cite("it arrived at", comer.place),
+           at);
+  if (!barrier.done.known_to(warp))
+    fail("barrier",
+         format("comes to barrier %u and may be counted in the phase before: nothing tells the "
+                "warp that all threads of that one have come",
+                id) +
+             cite("the last of them came at", barrier.done_at),
+         at);
+  if (!barrier.comers.empty() && barrier.expected != wanted) {
+    const NamedBarrier::Comer& first = barrier.comers.front();
+    fail("barrier",
+         format("barrier %u for %d threads, but warp %d has come to it for %d", id, wanted,
+                first.warp % machine.block_warps, barrier.expected) +
+             cite("that is at", first.place),
+         at);
+  }
+}
+
+// All have come, the last of them this warp: who waits goes on.
+void complete_barrier(NamedBarrier& barrier, i32 last) {
+  for (const NamedBarrier::Comer& comer : barrier.comers) {
+    if (!comer.waits) continue;
+    barrier.pending.tell(comer.warp);
+    machine.warps[comer.warp].in_barrier = false;
+    if (comer.warp == last) continue;
+    for (i32 lane = 0; lane < kWarp; ++lane) wake(comer.warp * kWarp + lane);
+  }
+  barrier.done_at = barrier.comers.back().place;
+  std::swap(barrier.done, barrier.pending);
+  barrier.comers.clear();
+}
+
+}  // namespace
+
+void enter_barrier(i32 warp, u32 id, u32 num_threads, bool waits, Place at) {
   const auto wanted = static_cast<i32>(num_threads);
   if (id > 15) fail("barrier", format("barrier %u: there are 16, from 0 to 15", id), at);
   if (wanted % kWarp != 0 || wanted < kWarp || wanted > machine.block_threads)
@@ -18,41 +61,34 @@ void enter_barrier(Warp& warp, i32 index, u32 id, u32 num_threads, Place at) {
          format("barrier %u for %d threads: must be a multiple of 32, at most the block's %d", id,
                 wanted, machine.block_threads),
          at);
-  NamedBarrier& barrier = machine.block_of(index).barriers[id];
-  if (barrier.arrived == 0) {
+  NamedBarrier& barrier = machine.block_of(warp).barriers[id];
+  check_comer(barrier, warp, id, wanted, at);
+  if (barrier.comers.empty()) {
     barrier.expected = wanted;
-    barrier.place = at;
-  } else if (barrier.expected != wanted) {
-    fail("barrier",
-         format("barrier %u for %d threads, but warp %d waits at it for %d", id, wanted,
-                barrier.warps.front() % machine.block_warps, barrier.expected) +
-             cite("that is at", barrier.place),
-         at);
+    barrier.pending.clear();
   }
-  warp.in_barrier = true;
-  barrier.warps.push_back(index);
-  barrier.arrived += kWarp;
-  if (barrier.arrived < barrier.expected) return;
-  join_all(barrier.warps);
-  for (const i32 other : barrier.warps) {
-    machine.warps[other].in_barrier = false;
-    if (other == index) continue;
-    for (i32 thread = other * kWarp; thread < (other + 1) * kWarp; ++thread) wake(thread);
-  }
-  barrier.warps.clear();
-  barrier.arrived = 0;
+  barrier.comers.push_back({.warp = warp, .waits = waits, .place = at});
+  barrier.pending.gather(warp);
+  machine.warps[warp].in_barrier = waits;
+  if (barrier.arrived() == barrier.expected) complete_barrier(barrier, warp);
 }
 
 void barrier_sync(u32 id, u32 num_threads, At at) {
   const Place place = place_of(at);
-  meet(Meeting::barrier, id, num_threads, at);
-  const Warp& warp = machine.warps[self().warp()];
+  meet(Meeting::barrier_sync, id, num_threads, at);
+  Thread& thread = self();
+  thread.wait_barrier = id;
   const i64 begin = identity.time;
-  while (warp.in_barrier) wait_for(Wait::barrier, place);
+  while (machine.warps[thread.warp()].in_barrier) wait_for(Wait::barrier, place);
   const i64 end = identity.time;
   identity.time = begin;
   trace::wait(format("barrier %u", id), -1, end, place);
   identity.time = end + cycles::kBarrier;
+}
+
+void barrier_arrive(u32 id, u32 num_threads, At at) {
+  meet(Meeting::barrier_arrive, id, num_threads, at);
+  trace::mark(format("arrives at barrier %u", id), -1, place_of(at));
 }
 
 void sync_threads(At at) { barrier_sync(0, static_cast<u32>(machine.block_threads), at); }

@@ -60,7 +60,8 @@ enum class Meeting : u8 {
   ldmatrix,
   ldmatrix_trans,
   mma,
-  barrier,
+  barrier_sync,
+  barrier_arrive,
   registers,
   wgmma_fence,
   wgmma,
@@ -88,6 +89,7 @@ void mma_m16n8(MmaType type, float* d, const u32* a, const u32* b, At at);
 
 void sync_threads(At at);
 void barrier_sync(u32 id, u32 num_threads, At at);
+void barrier_arrive(u32 id, u32 num_threads, At at);
 void set_max_registers(i32 registers, bool up, At at);
 
 // --- asynchronous copies

@@ -49,7 +49,7 @@ struct Thread {
   bool exited = false;
   Wait waits = Wait::nothing;
   Place waits_at = 0;
-  u32 wait_barrier = 0;
+  u32 wait_barrier = 0;  // the address of an mbarrier, or the number of a named barrier
   u32 wait_parity = 0;
   u64 result = 0;  // of the last meeting
   bool touched_global = false;
@@ -70,7 +70,7 @@ struct Warp {
   Place place = 0;
   u64 value[kWarp];
   i64 parameter[kWarp];
-  bool in_barrier = false;
+  bool in_barrier = false;  // waits at a named one
   bool needs_registers = false;
   // wgmma: how many of the warpgroup's operations this warp has issued, closed into groups, and
   // seen complete.
@@ -85,11 +85,31 @@ struct Warp {
   Place cluster_at = 0;
 };
 
+// What warps bring to a barrier and take from it: clocks, and when the last of them came.
+struct Knowledge {
+  std::vector<u32> clocks, proxy;
+  i64 time = 0;
+
+  void clear();
+  // What the warp, whose lanes meet, has done so far and knows; its clocks tick.
+  void gather(i32 warp);
+  void tell(i32 warp) const;
+  // Whether the lanes of the warp together know all of it.
+  bool known_to(i32 warp) const;
+};
+
 struct NamedBarrier {
+  struct Comer {
+    i32 warp;
+    bool waits;
+    Place place;
+  };
   i32 expected = 0;
-  i32 arrived = 0;
-  std::vector<i32> warps;
-  Place place = 0;
+  std::vector<Comer> comers;  // in this phase
+  Knowledge pending, done;    // of this phase and of the one before
+  Place done_at = 0;          // where the last one came
+
+  i32 arrived() const { return static_cast<i32>(comers.size()) * kWarp; }
 };
 
 // The barrier of all threads of a cluster. What arrives relaxed brings no knowledge along.
@@ -236,8 +256,6 @@ inline Block& own_block() { return machine.blocks[self().rank]; }
 void join(u32* into, const u32* from, i32 count);
 // This thread's work so far becomes something that others can come to know.
 void tick(i32 thread);
-// All these threads know what each of them knew.
-void join_all(const std::vector<i32>& warps);
 
 // --- scheduler.cpp
 
@@ -251,7 +269,8 @@ void maybe_yield();
 
 // --- barriers.cpp
 
-void enter_barrier(Warp& warp, i32 index, u32 id, u32 num_threads, Place at);
+// A warp, whose lanes meet, comes to a named barrier; one that waits is let go when all have come.
+void enter_barrier(i32 warp, u32 id, u32 num_threads, bool waits, Place at);
 // At an address of the cluster's shared memory that was checked.
 Mbarrier& find_mbarrier(u32 addr, const char* use, Place at);
 void complete_bytes(const TmaCopy& copy);

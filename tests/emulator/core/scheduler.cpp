@@ -91,14 +91,9 @@ std::string describe_wait(const Thread& thread) {
     case Wait::meeting:
       return format("in a converged operation, for the lanes %08x of its warp", ~warp.arrived);
     case Wait::barrier: {
-      for (i32 id = 0; id < 16; ++id) {
-        const NamedBarrier& barrier = machine.block_of(thread.warp()).barriers[id];
-        if (std::find(barrier.warps.begin(), barrier.warps.end(), thread.warp()) !=
-            barrier.warps.end())
-          return format("at barrier %d: %d of %d threads are there", id, barrier.arrived,
-                        barrier.expected);
-      }
-      return "at a barrier";
+      const NamedBarrier& barrier = machine.block_of(thread.warp()).barriers[thread.wait_barrier];
+      return format("at barrier %u: %d of %d threads are there", thread.wait_barrier,
+                    barrier.arrived(), barrier.expected);
     }
     case Wait::mbarrier: {
       const Mbarrier& barrier = find_mbarrier(thread.wait_barrier, "", 0);
@@ -233,29 +228,38 @@ void join(u32* into, const u32* from, i32 count) {
 
 void tick(i32 thread) { ++machine.clocks_of(thread)[thread]; }
 
-void join_all(const std::vector<i32>& warps) {
-  static std::vector<u32> all, proxy;
-  all.assign(machine.num_agents, 0);
+void Knowledge::clear() {
+  clocks.assign(machine.num_agents, 0);
   proxy.assign(machine.num_agents, 0);
-  i64 time = 0;
-  for (const i32 warp : warps) {
-    for (i32 thread = warp * kWarp; thread < (warp + 1) * kWarp; ++thread) {
-      join(all.data(), machine.clocks_of(thread), machine.num_agents);
-      if (machine.proxy_used) join(proxy.data(), machine.proxy_of(thread), machine.num_agents);
-      time = std::max(time, &machine.threads[thread] == machine.current
-                                ? identity.time
-                                : machine.threads[thread].time);
-    }
+  time = 0;
+}
+
+void Knowledge::gather(i32 warp) {
+  for (i32 thread = warp * kWarp; thread < (warp + 1) * kWarp; ++thread) {
+    join(clocks.data(), machine.clocks_of(thread), machine.num_agents);
+    if (machine.proxy_used) join(proxy.data(), machine.proxy_of(thread), machine.num_agents);
+    time = std::max(time, machine.threads[thread].time);
+    tick(thread);
   }
-  for (const i32 warp : warps) {
-    for (i32 thread = warp * kWarp; thread < (warp + 1) * kWarp; ++thread) {
-      std::copy(all.begin(), all.end(), machine.clocks_of(thread));
-      if (machine.proxy_used) std::copy(proxy.begin(), proxy.end(), machine.proxy_of(thread));
-      tick(thread);
-      machine.threads[thread].time = time;
-    }
+}
+
+void Knowledge::tell(i32 warp) const {
+  for (i32 thread = warp * kWarp; thread < (warp + 1) * kWarp; ++thread) {
+    join(machine.clocks_of(thread), clocks.data(), machine.num_agents);
+    if (machine.proxy_used) join(machine.proxy_of(thread), proxy.data(), machine.num_agents);
+    machine.threads[thread].time = time;
+    if (&machine.threads[thread] == machine.current) identity.time = time;
   }
-  identity.time = time;
+}
+
+bool Knowledge::known_to(i32 warp) const {
+  for (std::size_t agent = 0; agent < clocks.size(); ++agent) {
+    u32 known = 0;
+    for (i32 lane = 0; lane < kWarp && known < clocks[agent]; ++lane)
+      known = max_of(known, machine.clocks_of(warp * kWarp + lane)[agent]);
+    if (known < clocks[agent]) return false;
+  }
+  return true;
 }
 
 void wait_for(Wait what, Place at) {
@@ -349,6 +353,7 @@ const char* meeting_name(Meeting what) {
                                    "ldmatrix.trans",
                                    "mma",
                                    "barrier_sync",
+                                   "barrier_arrive",
                                    "set_max_registers",
                                    "wgmma_fence",
                                    "wgmma",
@@ -361,13 +366,21 @@ const char* meeting_name(Meeting what) {
 
 i32 i32_of(u64 value) { return static_cast<i32>(value); }
 
-void require_uniform(const Warp& warp, const char* what, Place at) {
+void require_uniform(const auto (&of_lane)[kWarp], const char* what, Place at) {
   for (i32 lane = 1; lane < kWarp; ++lane)
-    if (warp.parameter[lane] != warp.parameter[0])
+    if (of_lane[lane] != of_lane[0])
       fail("divergence",
            format("%s differs between lanes 0 and %d of a warp: %lld and %lld", what, lane,
-                  warp.parameter[0], warp.parameter[lane]),
+                  static_cast<i64>(of_lane[0]), static_cast<i64>(of_lane[lane])),
            at);
+}
+
+// All lanes know what each of them knew.
+void sync_warp(i32 index) {
+  static Knowledge all;
+  all.clear();
+  all.gather(index);
+  all.tell(index);
 }
 
 // The last lane has come: does the operation for all.
@@ -385,7 +398,7 @@ void hold_meeting(i32 index, Place at) {
   };
   switch (warp.meeting) {
     case Meeting::sync_warp:
-      join_all({index});
+      sync_warp(index);
       break;
     case Meeting::shuffle:
     case Meeting::shuffle_xor:
@@ -429,10 +442,12 @@ void hold_meeting(i32 index, Place at) {
     case Meeting::mma:
       run_mma(warp, at);
       break;
-    case Meeting::barrier:
-      require_uniform(warp, "the number of participants", at);
-      enter_barrier(warp, index, static_cast<u32>(warp.value[0]),
-                    static_cast<u32>(warp.parameter[0]), at);
+    case Meeting::barrier_sync:
+    case Meeting::barrier_arrive:
+      require_uniform(warp.value, "the barrier", at);
+      require_uniform(warp.parameter, "the number of participants", at);
+      enter_barrier(index, static_cast<u32>(warp.value[0]), static_cast<u32>(warp.parameter[0]),
+                    warp.meeting == Meeting::barrier_sync, at);
       break;
     case Meeting::registers:
       set_registers(index, static_cast<i32>(warp.parameter[0]), warp.value[0] != 0, at);

@@ -272,6 +272,12 @@ DK_DEVICE void sync_threads() { __syncthreads(); }
 DK_DEVICE void barrier_sync(u32 id, u32 num_threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
+// The warp counts as there and goes on. When all have come, those in barrier_sync() see what it did
+// before. It sees nothing of theirs, not even that the phase is complete: something else has to
+// tell it that before it comes to this barrier again.
+DK_DEVICE void barrier_arrive(u32 id, u32 num_threads) {
+  asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
 
 // --- cp.async, ldmatrix, mma.sync ----------------------------------------------------------------
 

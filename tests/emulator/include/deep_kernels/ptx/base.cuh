@@ -297,6 +297,9 @@ inline void sync_threads(At at = At::current()) { emulator::sync_threads(at); }
 inline void barrier_sync(u32 id, u32 num_threads, At at = At::current()) {
   emulator::barrier_sync(id, num_threads, at);
 }
+inline void barrier_arrive(u32 id, u32 num_threads, At at = At::current()) {
+  emulator::barrier_arrive(id, num_threads, at);
+}
 
 // --- cp.async, ldmatrix, mma.sync ---------------------------------------------------------------
 
