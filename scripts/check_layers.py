@@ -111,7 +111,7 @@ BANS = (
         "cuda-builtin",
         DEVICE,
         rf"""
-        \b__\w+                                                       # __shfl_sync, __ldg, __shared__, __device__, ...
+        \b__(?!builtin_bit_cast\b)\w+                                 # __shfl_sync, __ldg, __shared__, __device__, ...
         | \b(?:threadIdx|blockIdx|blockDim|gridDim|warpSize)\b
         | \b(?:atomic(?:[A-Z]\w*)|(?:make_)?(?:u?(?:char|short|int|long|longlong)|float|double)[1-4])\b
         | \b(?:cuda|cooperative_groups|nvcuda)\w*

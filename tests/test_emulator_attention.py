@@ -51,6 +51,9 @@ CASES = (
     Case(1, 20, 97, (7, 7), 256, ex2=(1, 1)),
     Case(1, 70, 90, (4, 1), 256, torch.float16, causal=True, ex2=(4, 3), layout="strided", out=True),
     Case(2, 66, 31, (1, 1), 256, causal=True, num_splits=4),
+    Case(2, 140, 170, (2, 1), 256),
+    Case(1, 290, 330, (2, 2), 256, torch.float16, causal=True, num_splits=2),
+    Case(1, 300, 70, (1, 1), 256, causal=True, ex2=(4, 3), out=True),
     Case(1, 3, 0),
 )
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -93,9 +96,9 @@ def compiled(emulator_ready: None) -> Iterator[None]:  # noqa: F811
         rows = (Case(1, 1, 1, (1, 1), head_dim, dtype, causal, ex2=(4, 3)) for dtype, head_dim, causal in kinds)
         for backend, case in product(BACKENDS, (*CASES, BASE, *rows)):
             attend(backend, make_inputs(case, "cpu"), **case.options)
-        for backend, causal, num_splits in product(BACKENDS, (False, True), (1, 3)):
-            case = replace(BASE, causal=causal, num_splits=num_splits)
-            attend_packed(backend, pack(case, [(1, 1)], "cpu"), **case.options)
+        for backend, causal, num_splits, head_dim in product(BACKENDS, (False, True), (1, 3), (64, 256)):
+            case = replace(BASE, causal=causal, num_splits=num_splits, head_dim=head_dim)
+            attend_packed(backend, pack(case, LENGTHS, "cpu"), **case.options)
 
     compile_ahead(run_all)
     yield
@@ -121,11 +124,12 @@ def test_ones_give_one(backend: Backend) -> None:
 
 
 @by_backend
+@pytest.mark.parametrize("head_dim", (64, 256))
 @pytest.mark.parametrize("num_splits", (1, 3))
 @by_causal
-def test_packed_members_are_dense_ones(backend: Backend, causal: bool, num_splits: int) -> None:
+def test_packed_members_are_dense_ones(backend: Backend, causal: bool, num_splits: int, head_dim: int) -> None:
     """Members without queries, without keys, without either; tokens behind the last one stay as they are."""
-    case = replace(BASE, causal=causal, num_splits=num_splits)
+    case = replace(BASE, causal=causal, num_splits=num_splits, head_dim=head_dim)
     packed = pack(case, LENGTHS, "cpu", behind=9)
     guard = GuardedOut(tuple(packed.inputs.q.shape), case.dtype, "cpu")
     with installed(Emulator()):

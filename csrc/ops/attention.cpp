@@ -34,6 +34,7 @@ AttentionCase case_of(const AttentionCall& call, const AttentionProblem& p) {
           .head_dim = p.head_dim,
           .num_q_heads = p.num_q_heads,
           .num_kv_heads = p.num_kv_heads,
+          .num_q = call.packed ? call.packed->max_seqlen_q.value_or(0) : p.num_q,
           .num_kv = call.packed ? call.packed->max_seqlen_k.value_or(0) : p.num_kv,
           .causal = call.causal,
           .varlen = call.packed != nullptr,
@@ -136,10 +137,15 @@ void run_on_card(const AttentionCall& call, const AttentionCase& wanted, const P
   const Arch& arch = *place.arch;
   const i32 num_sms = usable_sms(place.device);
   AttentionSpec spec = choose_attention_spec(wanted, arch, /*split=*/false);
-  const i32 num_splits = choose_num_splits(wanted, spec.num_tiles(args), num_sms,
+  const i32 num_splits = choose_num_splits(wanted, spec.num_units(args), num_sms / spec.cluster,
                                            ceil_div<i64>(args.num_kv, spec.tile_keys));
   spec.split = num_splits > 1;
   const at::Tensor workspace = set_splits(args, num_splits, wanted.head_dim, place.device);
+  if (const i64 units = spec.num_units(args); units > kMaxUnits)
+    throw ValueError(
+        fmt::format("{}: batch, num_q_heads and num_splits must make at most {} tiles of queries, "
+                    "got {}",
+                    call.op(), kMaxUnits, units));
   const NamedTensor scratch("workspace", workspace), out("out", result.out), lse("lse", result.lse);
   const auto buffers = [&] { return buffers_of(inputs_of(call), {out, lse, scratch}); };
   const auto maps = attention_maps(args, spec);

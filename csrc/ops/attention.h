@@ -67,6 +67,7 @@ struct AttentionCase {
   int64_t head_dim = 128;
   int64_t num_q_heads = 1;
   int64_t num_kv_heads = 1;
+  int64_t num_q = 0;   // of the longest member; 0: not said, taken for many
   int64_t num_kv = 0;  // of the longest member
   bool causal = false;
   bool varlen = false;

@@ -59,6 +59,7 @@ AttentionCase read_attention_case(CaseReader& reader) {
   wanted.head_dim = reader.take_int("head_dim", wanted.head_dim);
   wanted.num_q_heads = reader.take_int("num_q_heads", wanted.num_q_heads);
   wanted.num_kv_heads = reader.take_int("num_kv_heads", wanted.num_kv_heads);
+  wanted.num_q = reader.take_int("num_q", wanted.num_q);
   wanted.num_kv = reader.take_int("num_kv", wanted.num_kv);
   wanted.causal = reader.take_bool("causal", wanted.causal);
   wanted.varlen = reader.op() == kVarlenAttentionOp;
@@ -116,22 +117,19 @@ i32 choose_num_splits(const AttentionCase& wanted, i64 num_tiles, i64 num_worker
 }
 
 AttentionSpec choose_attention_spec(const AttentionCase& wanted, const Arch& arch, bool split) {
-  const auto [rows, keys, k_stages, v_stages] =
-      attention_tile(arch.backend, static_cast<i32>(wanted.head_dim), wanted.causal);
-  const Ex2Emulation ex2 = choose_ex2(wanted, arch.backend, keys);
-  return {.backend = arch.backend,
-          .dtype = wanted.dtype,
-          .head_panels = static_cast<u8>(wanted.head_dim / kHeadPanel),
-          .causal = wanted.causal,
-          .varlen = wanted.varlen,
-          .split = split,
-          .ex2_freq = ex2.freq,
-          .ex2_res = ex2.res,
-          .ex2_start_fragment = ex2.start_fragment,
-          .tile_rows = rows,
-          .tile_keys = keys,
-          .k_stages = k_stages,
-          .v_stages = v_stages};
+  const AttentionTile tile =
+      attention_tile(arch.backend, static_cast<i32>(wanted.head_dim), wanted.causal, wanted.num_q);
+  const Ex2Emulation ex2 = choose_ex2(wanted, arch.backend, tile.keys);
+  return with_tile({.backend = arch.backend,
+                    .dtype = wanted.dtype,
+                    .head_panels = static_cast<u8>(wanted.head_dim / kHeadPanel),
+                    .causal = wanted.causal,
+                    .varlen = wanted.varlen,
+                    .split = split,
+                    .ex2_freq = ex2.freq,
+                    .ex2_res = ex2.res,
+                    .ex2_start_fragment = ex2.start_fragment},
+                   tile);
 }
 
 Ex2Choice describe_ex2_choice(const AttentionCase& wanted, const std::optional<Arch>& arch) {

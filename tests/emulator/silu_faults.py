@@ -17,6 +17,7 @@ MUL = "kernels/silu_mul.cuh"
 MATH = "kernels/silu_math.cuh"
 MMA = "tile/e4m3_mma.cuh"
 CORE_SM90 = "kernels/block_gemm_core_sm90.cuh"
+CLUSTER = "tile/cluster.cuh"
 FOLD_SM90 = "kernels/silu_fold_sm90.cuh"
 GEMM_SM90 = "kernels/block_gemm_sm90.cuh"
 
@@ -230,9 +231,9 @@ SILU_FAULTS = [
     # --- sm90: who fills and drains the ring
     _fault(
         "the other block is not told that a stage is drained", "deadlock",
-        (Edit(CORE_SM90, "ptx::mbarrier_arrive_peer(ptx::peer_smem(drained, ptx::lane_index()));",
-              "ptx::mbarrier_arrive_peer(ptx::peer_smem(drained, ptx::cluster_rank()));"),
-         Edit(CORE_SM90, "if (ptx::lane_index() < S.cluster)\n", "if (ptx::lane_index() < 1)\n")),
+        (Edit(CLUSTER, "ptx::mbarrier_arrive_peer(ptx::peer_smem(barrier, lane));",
+              "ptx::mbarrier_arrive_peer(ptx::peer_smem(barrier, ptx::cluster_rank()));"),
+         Edit(CLUSTER, "if (lane < kBlocks) ", "if (lane < 1) ")),
         variant=_CLUSTER,
     ),
     _fault(
@@ -242,8 +243,8 @@ SILU_FAULTS = [
     ),
     _fault(
         "a warp that arrives for lanes which still read factors", "race",
-        (Edit(CORE_SM90, "static DK_DEVICE void release(u32 drained) {\n    ptx::sync_warp();\n",
-              "static DK_DEVICE void release(u32 drained) {\n"),), ("factor",), variant=_CLUSTER, k=2176,
+        (Edit(CLUSTER, "  ptx::sync_warp();\n  const i32 lane", "  const i32 lane"),), ("factor",), variant=_CLUSTER,
+        k=2176,
     ),
     _fault(
         "scales into a stage that is not drained", "mbarrier race",
@@ -270,13 +271,13 @@ SILU_FAULTS = [
     # --- sm90: start and end of a cluster
     _fault(
         "mbarriers of a block that may not have started", "cluster",
-        (Edit(CORE_SM90, "    ptx::cluster_arrive_relaxed();\n    ptx::cluster_wait();\n",
+        (Edit(CLUSTER, "    ptx::cluster_arrive_relaxed();\n    ptx::cluster_wait();\n",
               "    ptx::sync_threads();\n"),),
         ("may not have started",), variant=_CLUSTER,
     ),
     _fault(
         "a block that ends before the other's last arrivals", "cluster",
-        (Edit(CORE_SM90, "  if constexpr (S.cluster > 1) drain_ring<S>(smem, stages);\n", ""),), ("rank",),
+        (Edit(CORE_SM90, "  tile::drain_ring<S.cluster>(smem.drained, stages);\n", ""),), ("rank",),
         op="gemm", variant=_CLUSTER,  # the fold's last maxima tell of those arrivals too
     ),
     # --- sm90: maxima from the other block
@@ -311,8 +312,8 @@ SILU_FAULTS = [
     ),
     _fault(
         "the other block's columns begin too early", "race wrong",
-        (Edit(FOLD_SM90, "first_column(block_rank<S>() * (S.tile().rows() / 2))",
-              "first_column(block_rank<S>() * (S.tile().rows() / 4))"),), variant=_CLUSTER,
+        (Edit(FOLD_SM90, "first_column(tile::block_rank<S.cluster>() * (S.tile().rows() / 2))",
+              "first_column(tile::block_rank<S.cluster>() * (S.tile().rows() / 4))"),), variant=_CLUSTER,
     ),
     _fault(
         "columns of a block that has none", "bounds race",

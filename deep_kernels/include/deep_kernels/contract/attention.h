@@ -87,9 +87,10 @@ struct KeyTiles {
   i32 end;
 };
 constexpr KeyTiles attention_split(i32 split, i32 num_splits, i32 num_kv, i32 tile_keys) {
-  const i64 tiles = ceil_div(num_kv, tile_keys);
-  return {static_cast<i32>(tiles * split / num_splits),
-          static_cast<i32>(tiles * (split + 1) / num_splits)};
+  const i32 tiles = static_cast<i32>(ceil_div<i64>(num_kv, tile_keys));
+  const i32 each = tiles / num_splits;
+  const i32 longer = tiles % num_splits;  // the first ones take one more
+  return {each * split + min_of(split, longer), each * (split + 1) + min_of(split + 1, longer)};
 }
 
 // --- softmax
@@ -181,11 +182,12 @@ constexpr Ex2Emulation ex2_canonical(i64 freq, i64 res, i64 start, RowFragments 
 
 inline constexpr i32 kHeadPanel = 64;           // elements: 128 bytes, the widest swizzle
 inline constexpr i32 kAttentionGroupRows = 64;  // queries of a math warpgroup, sm90
+inline constexpr i64 kMaxUnits = 1 << 30;       // of a launch
 
 template <class Map>
 struct AttentionMaps {
-  Map q;  // (64, tokens, head_dim / 64, heads, batch), box (64, rows of a group, head_dim / 64)
-  Map k;  // the same with box (64, tile_keys, head_dim / 64)
+  Map q;  // (64, tokens, head_dim / 64, heads, batch), box (64, 64, head_dim / 64)
+  Map k;  // the same with box (64, tile_keys, head_dim / 64 / cluster)
   Map v;
 };
 
@@ -200,10 +202,13 @@ struct AttentionSpec {
   u8 ex2_freq;
   u8 ex2_res;
   u8 ex2_start_fragment;
-  u8 tile_rows;  // queries: sm90 64 per math warpgroup, sm89 16 per warp
-  u8 tile_keys;
-  u8 k_stages;
-  u8 v_stages;
+  // From here on an AttentionTile, see with_tile.
+  u8 tile_rows = 0;  // queries of a block: sm90 64 per math warpgroup, sm89 16 per warp
+  u8 tile_keys = 0;
+  u8 k_stages = 0;
+  u8 v_stages = 0;
+  u8 cluster = 1;        // blocks that share what is loaded of keys and values, sm90: 1 or 2
+  bool ordered = false;  // math warpgroups issue their products one after the other, sm90
 
   static constexpr const char* op() { return "attention"; }
 
@@ -222,6 +227,8 @@ struct AttentionSpec {
     visit("tile_keys", tile_keys);
     visit("k_stages", k_stages);
     visit("v_stages", v_stages);
+    visit("cluster", cluster);
+    visit("ordered", ordered);
   }
 
   constexpr i32 head_dim() const { return head_panels * kHeadPanel; }
@@ -230,27 +237,30 @@ struct AttentionSpec {
   constexpr i32 num_threads() const {
     return backend == Backend::sm90 ? 128 * (tile_rows / 64 + 1) : 2 * tile_rows;
   }
+  constexpr i32 cluster_size() const { return cluster; }
+  constexpr i32 unit_rows() const { return tile_rows * cluster; }  // of one head, dealt out at once
   constexpr i32 smem_bytes() const {
     const i32 rows = tile_rows + (k_stages + v_stages) * tile_keys;
-    return rows * head_dim() * 2 + (backend == Backend::sm90 ? 1024 : 0);  // barriers
+    return rows * head_dim() * 2 + (backend == Backend::sm90 ? 1024 : 0);  // barriers, units
   }
-  // On sm90 what the loading warps have no registers for, once a tile of queries.
-  constexpr i32 spill_limit_bytes() const { return backend == Backend::sm90 ? 96 : 0; }
-  // Both products of a tile; scores of the first tile and P V of the last stand alone, and a causal
-  // kernel has its masked tiles in a loop of their own.
+  static constexpr i32 spill_limit_bytes() { return 0; }
+  // Scores of a unit's first tile, alone or under the stores of the unit before, both products of
+  // the others, of which masked ones have a loop of their own, and the last sums.
   constexpr i32 num_wgmma() const {
     if (backend != Backend::sm90) return 0;
-    return (causal ? 3 : 2) * (head_dim() / 16 + tile_keys / 16);
+    const i32 loops = causal ? 2 : 1;
+    return (loops + 2) * (head_dim() / 16) + (loops + 1) * (tile_keys / 16);
   }
-  // Blocks take tiles of queries of one head in turn. With cu_seqlens as many as fit the totals:
-  // what the caller said is the longest member is not relied on.
-  constexpr i64 num_tiles(const AttentionArgs& args) const {
-    const i64 rows = varlen ? ceil_div<i64>(args.total_q, tile_rows) + args.batch
-                            : i64{ceil_div<i32>(args.num_q, tile_rows)} * args.batch;
+  // Units of rows of one head, which clusters take in turn. With cu_seqlens as many as fit the
+  // totals: what the caller said is the longest member is not relied on.
+  constexpr i64 num_units(const AttentionArgs& args) const {
+    const i64 rows = varlen ? ceil_div<i64>(args.total_q, unit_rows()) + args.batch
+                            : i64{ceil_div<i32>(args.num_q, unit_rows())} * args.batch;
     return rows * args.num_q_heads * args.num_splits;
   }
   constexpr i32 grid(const AttentionArgs& args, i32 num_sms) const {
-    return static_cast<i32>(clamp_to<i64>(num_tiles(args), 1, num_sms));
+    return static_cast<i32>(
+        clamp_to<i64>(num_units(args) * cluster, cluster, whole_clusters(num_sms, cluster)));
   }
   static constexpr i64 workspace_bytes(const AttentionArgs& args, i32 head_dim) {
     return args.num_splits == 1 ? 0 : 4 * args.num_splits * args.num_rows() * (head_dim + 1);
@@ -268,24 +278,44 @@ struct AttentionSpec {
     if (tile_keys == 0 || tile_keys % 16 != 0 || fragments().length > kMaxFragment)
       return "tile_keys must be a multiple of 16 up to 240";
     if (k_stages == 0 || v_stages == 0) return "k_stages and v_stages must be at least 1";
+    if (backend != Backend::sm90 && (cluster != 1 || ordered))
+      return "cluster must be 1 and ordered false";
+    if (cluster != 1 && cluster != 2) return "cluster must be 1 or 2";
+    if (cluster == 2 && (head_panels == 1 || tile_rows != 128))
+      return "cluster of 2 needs a head_dim of 128 or 256 and tile_rows of 128";
     if (smem_bytes() > limits_of(backend).max_smem_bytes) return "not enough shared memory";
     return nullptr;
   }
 };
 
-// Tiles by what was measured (H200, 2026-11: benchmarks of a study; sm89: what fits).
 struct AttentionTile {
   u8 rows;
   u8 keys;
   u8 k_stages;
   u8 v_stages;
+  u8 cluster;
+  bool ordered;
 };
-constexpr AttentionTile attention_tile(Backend backend, i32 head_dim, bool causal) {
+constexpr AttentionSpec with_tile(AttentionSpec spec, const AttentionTile& tile) {
+  spec.tile_rows = tile.rows;
+  spec.tile_keys = tile.keys;
+  spec.k_stages = tile.k_stages;
+  spec.v_stages = tile.v_stages;
+  spec.cluster = tile.cluster;
+  spec.ordered = tile.ordered;
+  return spec;
+}
+// For members of num_q queries at most, 0 if that is not known, by what was measured (H200,
+// 2026-11: benchmarks of a study; sm89: what fits).
+constexpr AttentionTile attention_tile(Backend backend, i32 head_dim, bool causal, i64 num_q) {
   if (backend == Backend::sm89)
-    return head_dim == 256 ? AttentionTile{64, 32, 2, 2} : AttentionTile{128, 64, 2, 2};
-  if (head_dim == 64) return {192, 128, 2, 2};
-  if (head_dim == 128) return {192, 80, 3, 3};
-  return causal ? AttentionTile{128, 64, 3, 2} : AttentionTile{128, 80, 2, 2};
+    return head_dim == 256 ? AttentionTile{64, 32, 2, 2, 1, false}
+                           : AttentionTile{128, 64, 2, 2, 1, false};
+  if (head_dim == 64) return {192, 128, 2, 2, 1, true};
+  if (head_dim == 128) return {192, 80, 3, 3, 1, true};
+  const u8 cluster = num_q > 0 && num_q <= 128 ? 1 : 2;
+  return causal ? AttentionTile{128, 64, 3, 2, cluster, false}
+                : AttentionTile{128, 80, 2, 2, cluster, false};
 }
 
 // Emulation that is compiled ahead; other values are legal and compiled when they are asked for.
@@ -299,14 +329,22 @@ constexpr void for_each_attention_spec(Backend backend, Visit&& visit) {
         for (bool varlen : {false, true})
           for (bool split : {false, true})
             for (Ex2Emulation ex2 : kPublishedEx2) {
-              const auto [rows, keys, k_stages, v_stages] =
-                  attention_tile(backend, panels * kHeadPanel, causal);
-              const AttentionSpec spec{backend,  dtype,   panels,
-                                       causal,   varlen,  split,
-                                       ex2.freq, ex2.res, ex2.start_fragment,
-                                       rows,     keys,    k_stages,
-                                       v_stages};
-              if (spec.invalid() == nullptr) visit(spec);
+              AttentionSpec last{};
+              for (i64 num_q : {0, 1}) {
+                const AttentionSpec spec =
+                    with_tile({.backend = backend,
+                               .dtype = dtype,
+                               .head_panels = panels,
+                               .causal = causal,
+                               .varlen = varlen,
+                               .split = split,
+                               .ex2_freq = ex2.freq,
+                               .ex2_res = ex2.res,
+                               .ex2_start_fragment = ex2.start_fragment},
+                              attention_tile(backend, panels * kHeadPanel, causal, num_q));
+                if (spec.invalid() == nullptr && !(spec == last)) visit(spec);
+                last = spec;
+              }
             }
 }
 
@@ -314,14 +352,15 @@ constexpr void for_each_attention_spec(Backend backend, Visit&& visit) {
 // no tokens there can be no map (rank 0), and nothing asks for one.
 template <class Map>
 constexpr Map attention_map(const u16* base, i64 tokens, i64 heads, i64 batch, i64 token_stride,
-                            i64 head_stride, i64 batch_stride, i32 head_dim, i32 box_tokens) {
+                            i64 head_stride, i64 batch_stride, i32 head_dim, i32 box_tokens,
+                            i32 box_panels) {
   Map map{};
   map.base = base;
   map.type = MapType::bf16_;
   map.swizzle = Swizzle::b128;
   const i64 dims[] = {kHeadPanel, tokens, head_dim / kHeadPanel, heads, batch};
   const i64 strides[] = {1, token_stride, kHeadPanel, head_stride, batch_stride};
-  const i32 box[] = {kHeadPanel, box_tokens, head_dim / kHeadPanel, 1, 1};
+  const i32 box[] = {kHeadPanel, box_tokens, box_panels, 1, 1};
   set_dimensions(map, dims, strides, sizeof(u16), box);
   if (tokens == 0) map.rank = 0;
   return map;
@@ -334,13 +373,16 @@ constexpr AttentionMaps<Map> attention_maps(const AttentionArgs& args, const Att
   const i64 num_q = packed ? args.total_q : args.num_q;
   const i64 num_kv = packed ? args.total_kv : args.num_kv;
   const i32 dim = spec.head_dim();
+  const i32 panels = spec.head_panels;
+  const i32 share = panels / spec.cluster;
   AttentionMaps<Map> maps{};
-  maps.q = attention_map<Map>(args.q, num_q, args.num_q_heads, batch, args.q_token_stride,
-                              args.q_head_stride, args.q_batch_stride, dim, kAttentionGroupRows);
+  maps.q =
+      attention_map<Map>(args.q, num_q, args.num_q_heads, batch, args.q_token_stride,
+                         args.q_head_stride, args.q_batch_stride, dim, kAttentionGroupRows, panels);
   maps.k = attention_map<Map>(args.k, num_kv, args.num_kv_heads, batch, args.k_token_stride,
-                              args.k_head_stride, args.k_batch_stride, dim, spec.tile_keys);
+                              args.k_head_stride, args.k_batch_stride, dim, spec.tile_keys, share);
   maps.v = attention_map<Map>(args.v, num_kv, args.num_kv_heads, batch, args.v_token_stride,
-                              args.v_head_stride, args.v_batch_stride, dim, spec.tile_keys);
+                              args.v_head_stride, args.v_batch_stride, dim, spec.tile_keys, share);
   return maps;
 }
 

@@ -273,7 +273,7 @@ DK_DEVICE void attention_sm89(const AttentionArgs& args) {
   static_assert(S.invalid() == nullptr);
   static_assert(sizeof(Smem<S>) <= S.smem_bytes());
   auto& smem = ptx::dynamic_smem<Smem<S>>();
-  const i64 num_tiles = S.num_tiles(args);
+  const i64 num_tiles = S.num_units(args);
   for (i64 index = ptx::block_index(); index < num_tiles; index += ptx::num_blocks()) {
     const flash::RowTile tile = flash::row_tile<S>(args, index);
     if (tile.exists()) Worker<S>(args, smem, tile).run();

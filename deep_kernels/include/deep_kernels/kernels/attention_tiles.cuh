@@ -1,4 +1,4 @@
-// Which rows and keys a block works on.
+// Which rows and keys a block, or a cluster of them, works on.
 #pragma once
 
 #include "deep_kernels/contract/attention.h"
@@ -6,8 +6,9 @@
 
 namespace deep_kernels::flash {
 
-// A tile of queries of one head, and what keys a split has for them.
-struct RowTile {
+// A tile of queries of one head, S.unit_rows() of them, and what keys a split has for them. Fit for
+// copies of 16 bytes.
+struct alignas(16) RowTile {
   AttentionMember member;
   i32 head;
   i32 kv_head;
@@ -36,11 +37,12 @@ struct RowTile {
 // Packed members have their tiles one after the other, from number cu_seqlens_q / rows + index on:
 // at least as many for each as it needs, and nobody has to add them up.
 template <AttentionSpec S>
-DK_DEVICE i64 first_row_tile(const AttentionArgs& args, i32 index) {
-  return clamp_to<i64>(args.cu_seqlens_q[index], 0, args.total_q) / S.tile_rows + index;
+DK_DEVICE i32 first_row_tile(const AttentionArgs& args, i32 index) {
+  const i32 total = static_cast<i32>(args.total_q);
+  return clamp_to(args.cu_seqlens_q[index], 0, total) / S.unit_rows() + index;
 }
 template <AttentionSpec S>
-DK_DEVICE i32 member_of_row_tile(const AttentionArgs& args, i64 number) {
+DK_DEVICE i32 member_of_row_tile(const AttentionArgs& args, i32 number) {
   i32 low = 0;
   i32 high = args.batch;
   while (high - low > 1) {
@@ -52,7 +54,7 @@ DK_DEVICE i32 member_of_row_tile(const AttentionArgs& args, i64 number) {
 
 // Tile number `number` of a member, or with cu_seqlens of all of them.
 template <AttentionSpec S>
-DK_DEVICE RowTile make_row_tile(const AttentionArgs& args, i32 member, i64 number, i32 head,
+DK_DEVICE RowTile make_row_tile(const AttentionArgs& args, i32 member, i32 number, i32 head,
                                 i32 split) {
   RowTile tile{};
   if constexpr (S.varlen) {
@@ -63,25 +65,24 @@ DK_DEVICE RowTile make_row_tile(const AttentionArgs& args, i32 member, i64 numbe
   tile.head = head;
   tile.kv_head = tile.head / args.heads_per_kv();
   tile.split = split;
-  tile.first_query = static_cast<i32>(number * S.tile_rows);
+  tile.first_query = static_cast<i32>(i64{number} * S.unit_rows());
   if (!tile.exists()) return tile;
   tile.keys = attention_split(split, args.num_splits, tile.member.num_kv, S.tile_keys);
-  tile.keys.end = tile.seen_end<S>(0, S.tile_rows);
+  tile.keys.end = tile.seen_end<S>(0, S.unit_rows());
   return tile;
 }
 
-// Tile `index` of S.num_tiles(args). Heads follow each other, so that those of a kv head find its
+// Tile `index` of S.num_units(args). Heads follow each other, so that those of a kv head find its
 // keys in the cache; the last queries, which see most of the keys, come first.
 template <AttentionSpec S>
-DK_DEVICE RowTile row_tile(const AttentionArgs& args, i64 index) {
-  const i64 last = S.num_tiles(args) / args.num_q_heads / args.num_splits - 1;
-  const i32 head = static_cast<i32>(index % args.num_q_heads);
+DK_DEVICE RowTile row_tile(const AttentionArgs& args, i32 index) {
+  const i32 last = static_cast<i32>(S.num_units(args)) / args.num_q_heads / args.num_splits - 1;
+  const i32 head = index % args.num_q_heads;
   index /= args.num_q_heads;
-  const i32 split = static_cast<i32>(index % args.num_splits);
-  const i64 number = last - index / args.num_splits;
+  const i32 split = index % args.num_splits;
+  const i32 number = last - index / args.num_splits;
   if constexpr (S.varlen) return make_row_tile<S>(args, 0, number, head, split);
-  return make_row_tile<S>(args, static_cast<i32>(number % args.batch), number / args.batch, head,
-                          split);
+  return make_row_tile<S>(args, number % args.batch, number / args.batch, head, split);
 }
 
 }  // namespace deep_kernels::flash

@@ -19,6 +19,7 @@
 #include "deep_kernels/kernels/silu_math.cuh"
 #include "deep_kernels/kernels/tile_order.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
+#include "deep_kernels/tile/cluster.cuh"
 #include "deep_kernels/tile/global_words.cuh"
 #include "deep_kernels/tile/layout.cuh"
 #include "deep_kernels/tile/mma.cuh"
@@ -79,12 +80,7 @@ struct RoleRegisters {
   static constexpr i32 kMath = S.token_groups == 2 ? 232 : 152;
 };
 
-// Which of the cluster's blocks this one is, and which tiles the cluster takes.
-template <auto S>
-DK_DEVICE i32 block_rank() {
-  if constexpr (S.cluster == 1) return 0;
-  return ptx::cluster_rank();
-}
+// Which tiles the cluster takes.
 template <auto S>
 DK_DEVICE i32 first_tile() {
   return ptx::block_index() / S.cluster;
@@ -114,19 +110,11 @@ DK_DEVICE void load_tokens(const Maps& maps, Smem<S>& smem, i32 slot, i32 rank, 
     ptx::tma_load_2d_multicast(x, maps.x, filled, k * kScaleBlock, token, (1u << S.cluster) - 1);
 }
 
-// A block may not end while others of its cluster will still arrive here: its ring is then drained.
-template <auto S>
-DK_DEVICE void drain_ring(Smem<S>& smem, tile::Ring<S.stages> stages) {
-  DK_NO_UNROLL
-  for (i32 i = 0; i < S.stages; ++i, stages.next())
-    ptx::mbarrier_wait(ptx::smem_addr(&smem.drained[stages.slot]), stages.parity);
-}
-
 template <auto S, class Maps, class RowsOf>
 DK_DEVICE void producer_role(const BlockScaledArgs& args, const Maps& maps, Smem<S>& smem,
                              const TileOrder& order, bool permuted, RowsOf&& rows_of) {
   constexpr i32 kHalfRows = S.tile().rows() / 2;
-  const i32 rank = block_rank<S>();
+  const i32 rank = tile::block_rank<S.cluster>();
   const i32 num_k = ceil_div(args.k, kScaleBlock);
   auto stages = tile::Ring<S.stages>::filler();
   DK_NO_UNROLL
@@ -147,7 +135,7 @@ DK_DEVICE void producer_role(const BlockScaledArgs& args, const Maps& maps, Smem
                        up.group);
     }
   }
-  if constexpr (S.cluster > 1) drain_ring<S>(smem, stages);
+  tile::drain_ring<S.cluster>(smem.drained, stages);
 }
 
 // Which of 128 columns, or of the 64 of a cluster's block, element e of pair j of a lane is.
@@ -289,15 +277,6 @@ struct Math {
       total = ptx::fma(part[i], factor[i / 2 % 2][(index * kPart + i) / (kSums / 2)], total);
     }
   }
-  static DK_DEVICE void release(u32 drained) {
-    ptx::sync_warp();
-    if constexpr (S.cluster == 1) {
-      if (ptx::lane_index() == 0) ptx::mbarrier_arrive(drained);
-    } else {
-      if (ptx::lane_index() < S.cluster)
-        ptx::mbarrier_arrive_peer(ptx::peer_smem(drained, ptx::lane_index()));
-    }
-  }
 
   static constexpr i32 kAhead = S.token_groups == 1 ? 2 : 1;  // parts in flight
   using Parts = float[kAhead][kPart];
@@ -335,7 +314,7 @@ struct Math {
         ptx::wgmma_wait_group<kAhead - 1>(done);
       else
         ptx::wgmma_wait_group<0>(done);
-      if (i == kParts - 1) release(drained);
+      if (i == kParts - 1) tile::arrive_in_blocks<S.cluster>(drained);
       promote(done, i);
       if (i + kAhead < kParts) start(done, i + kAhead);
     }
@@ -349,13 +328,13 @@ struct Math {
     wait_for_stage();
     start(next, 0);
     ptx::wgmma_wait_group<1>(part);
-    release(drained);
+    tile::arrive_in_blocks<S.cluster>(drained);
     promote(part, 0);
   }
   DK_DEVICE void take_last_turn(float (&part)[kPart]) {
     load_factors();
     ptx::wgmma_wait_group<0>(part);
-    release(ptx::smem_addr(&smem.drained[stages.slot]));
+    tile::arrive_in_blocks<S.cluster>(ptx::smem_addr(&smem.drained[stages.slot]));
     promote(part, 0);
     stages.next();
   }
@@ -458,12 +437,7 @@ DK_DEVICE void run(const BlockScaledArgs& args, const Maps& maps, i32 blocks, bo
   }
   init_barriers<S>(smem);
   ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written
-  if constexpr (S.cluster == 1) {
-    ptx::sync_threads();
-  } else {  // no block may reach barriers of another that are not there yet
-    ptx::cluster_arrive_relaxed();
-    ptx::cluster_wait();
-  }
+  tile::sync_blocks<S.cluster>();
 
   constexpr i32 kProducer = 4 * S.token_groups;
   if (warp >= kProducer) {

@@ -115,9 +115,9 @@ struct GemmEpilogue {
     for (i32 half = 0; half < 2; ++half) {
       DK_UNROLL
       for (i32 r = 0; r < 2; ++r)
-        store_half_row(
-            math.sum, half, r, math.token_of(tile.token) + 8 * r,
-            (2 * tile.block + half) * kScaleBlock + block_rank<S>() * (S.tile().rows() / 2));
+        store_half_row(math.sum, half, r, math.token_of(tile.token) + 8 * r,
+                       (2 * tile.block + half) * kScaleBlock +
+                           tile::block_rank<S.cluster>() * (S.tile().rows() / 2));
     }
     return {};
   }

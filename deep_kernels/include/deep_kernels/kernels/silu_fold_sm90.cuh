@@ -87,7 +87,7 @@ struct FoldEpilogue {
   DK_DEVICE FoldEpilogue(const SiluFoldArgs& args, bool permuted)
       : args(args),
         exchange{ptx::dynamic_smem<Smem<S>>()},
-        first_column(block_rank<S>() * (S.tile().rows() / 2)),
+        first_column(tile::block_rank<S.cluster>() * (S.tile().rows() / 2)),
         permuted(permuted) {}
 
   DK_DEVICE i32 column_of_tile(TileOrder::Tile tile) const {

@@ -1,0 +1,340 @@
+// A math warpgroup of flash attention on Hopper: 64 queries of one head against tiles of keys,
+// right to left. The scores of the next tile and the sums over this one run on the tensor cores
+// together, softmax under the sums, and the first scores of a unit while the results of the one
+// before are stored. Powers stay in registers as the first operand.
+#pragma once
+
+#include "deep_kernels/contract/attention.h"
+#include "deep_kernels/kernels/attention_softmax.cuh"
+#include "deep_kernels/kernels/attention_unit_sm90.cuh"
+#include "deep_kernels/ptx/sm90.cuh"
+#include "deep_kernels/tile/cluster.cuh"
+#include "deep_kernels/tile/global_words.cuh"
+#include "deep_kernels/tile/layout.cuh"
+#include "deep_kernels/tile/mma.cuh"
+#include "deep_kernels/tile/pipeline.cuh"
+
+namespace deep_kernels::flash {
+
+// Where the lane's results of a unit go. result(i): element i of the sums, as it is to be stored.
+template <AttentionSpec S>
+struct ResultStore {
+  static constexpr i32 kSums = S.head_dim() / 2;
+
+  const AttentionArgs& args;
+  const RowTile& unit;
+  i32 first_query;  // the lane's row 0; its other one is 8 after
+
+  // log2_sum(r): what becomes the lse. Converged.
+  template <class Result, class Log2Sum>
+  DK_DEVICE void run(Result&& result, Log2Sum&& log2_sum) const {
+    DK_UNROLL
+    for (i32 r = 0; r < kLaneRows; ++r) {
+      const i32 query = first_query + 8 * r;
+      if constexpr (S.split)
+        store_partial(r, query, result, log2_sum(r));
+      else
+        store_whole(r, query, result, log2_sum(r));
+    }
+  }
+
+ private:
+  template <class Result>
+  DK_DEVICE void store_partial(i32 r, i32 query, Result& result, float log2_sum) const {
+    if (query >= unit.member.num_q) return;
+    const i64 index = partial_row(args, unit.member, unit.split, unit.head, query);
+    if (ptx::lane_index() % 4 == 0) ptx::store_global(args.partial_lse + index, log2_sum);
+    float* to = args.partial_out + index * S.head_dim() + lane_column();
+    DK_UNROLL
+    for (i32 i = 2 * r; i < kSums; i += 4)
+      ptx::store_global_x2(to + column_of_element(i), ptx::bits_of(result(i)),
+                           ptx::bits_of(result(i + 1)));
+  }
+  // A quad exchanges its pairs of columns, so that every lane has eight neighbours of 32.
+  template <class Result>
+  DK_DEVICE void store_whole(i32 r, i32 query, Result& result, float log2_sum) const {
+    const bool exists = query < unit.member.num_q;
+    if (exists && ptx::lane_index() % 4 == 0)
+      store_lse(args, unit.member, unit.head, query, log2_sum);
+    u16* to = out_row(args, unit.member, unit.head, query) + ptx::lane_index() % 4 * 8;
+    DK_UNROLL
+    for (i32 part = 0; part < S.head_dim() / 32; ++part) {
+      u32 word[4];
+      DK_UNROLL
+      for (i32 j = 0; j < 4; ++j) {
+        const i32 i = 4 * (4 * part + j) + 2 * r;
+        word[j] = rounded_pair<S.dtype>(result(i), result(i + 1));
+      }
+      transpose_quad(word);
+      if (exists) tile::store_words(to + 32 * part, word);
+    }
+  }
+  // word[i] of lane t of a quad becomes word[t] of lane i. Converged.
+  static DK_DEVICE void transpose_quad(u32 (&word)[4]) {
+    const i32 lane = ptx::lane_index();
+    DK_UNROLL
+    for (i32 step = 1; step < 4; step *= 2) {
+      const bool upper = (lane & step) != 0;
+      DK_UNROLL
+      for (i32 i = 0; i < 4; ++i) {
+        if ((i & step) != 0) continue;
+        const u32 sent = upper ? word[i] : word[i + step];
+        const u32 got = static_cast<u32>(ptx::shuffle_xor(static_cast<i32>(sent), step));
+        word[i] = upper ? got : word[i];
+        word[i + step] = upper ? word[i + step] : got;
+      }
+    }
+  }
+};
+
+template <AttentionSpec S>
+struct Math {
+  using KMajor = tile::KMajorDescriptor<kHeadPanel * 2>;
+  using MnMajor = tile::MnMajorDescriptor<S.tile_keys>;
+  static constexpr i32 kGroups = Smem<S>::kGroups;
+  static constexpr i32 kStageUnits = S.tile_keys * S.head_dim() * 2 >> 4;  // of a descriptor
+  static constexpr i32 kScoreSteps = S.head_dim() / 16;
+  static constexpr i32 kSumSteps = S.tile_keys / 16;
+  static constexpr i32 kSums = S.head_dim() / 2;
+  using Scores = float[S.tile_keys / 2];
+
+  const AttentionArgs& args;
+  Smem<S>& smem;
+  i32 group;
+  i32 lane_query;  // the lane's row 0, from a unit's first query on
+  u32 q_low;       // descriptors of the group's queries, and of stages 0
+  u32 k_low;
+  u32 v_low;
+  RowSoftmax<S> softmax;
+  float sum[kSums] = {};  // sum[4j + 2r + e]: row r of the lane, column 8j + lane_column() + e
+  u32 powers[kSumSteps][4];
+  Units<S> units{smem};
+  tile::Ring<S.k_stages> ks = tile::Ring<S.k_stages>::drainer();
+  tile::Ring<S.v_stages> vs = tile::Ring<S.v_stages>::drainer();
+  tile::Ring<1> turns = tile::Ring<1>::drainer();
+
+  DK_DEVICE Math(const AttentionArgs& args, Smem<S>& smem, i32 group)
+      : args(args), smem(smem), group(group) {
+    lane_query = first_row_of<S>(group) + ptx::warp_index() % 4 * 16 + lane_row(0);
+    q_low = KMajor::low(ptx::smem_addr(&smem.q[group]));
+    k_low = KMajor::low(ptx::smem_addr(&smem.k[0]));
+    v_low = MnMajor::low(ptx::smem_addr(&smem.v[0]));
+  }
+
+  // --- the pipeline
+
+  DK_DEVICE void wait_for_keys() const {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.k_filled[ks.slot]), ks.parity);
+  }
+  DK_DEVICE void wait_for_values() const {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.v_filled[vs.slot]), vs.parity);
+  }
+  DK_DEVICE void release_keys() {
+    tile::arrive_in_blocks<S.cluster>(ptx::smem_addr(&smem.k_drained[ks.slot]));
+    ks.next();
+  }
+  DK_DEVICE void release_values() {
+    tile::arrive_in_blocks<S.cluster>(ptx::smem_addr(&smem.v_drained[vs.slot]));
+    vs.next();
+  }
+  DK_DEVICE void release_queries() {
+    tile::arrive_in_blocks<1>(ptx::smem_addr(&smem.q_drained[group]));
+  }
+
+  // Ordered groups issue their products one after the other, so that one has its softmax while the
+  // tensor cores work for another. Each takes as many turns for a unit as that has tiles of keys.
+  DK_DEVICE void take_turn() const {
+    if constexpr (S.ordered) ptx::barrier_sync(1 + group, 256);
+  }
+  DK_DEVICE void pass_turn() const {
+    if constexpr (S.ordered) ptx::barrier_arrive(1 + (group + 1) % kGroups, 256);
+  }
+
+  DK_DEVICE void start_scores(Scores& scores) const {
+    const u32 k = k_low + ks.slot * kStageUnits;
+    ptx::wgmma_fence();
+    DK_UNROLL
+    for (i32 step = 0; step < kScoreSteps; ++step)
+      tile::wgmma_k16<S.dtype>(scores,
+                               KMajor::make(q_low + tile::k_major_step<kAttentionGroupRows>(step)),
+                               KMajor::make(k + tile::k_major_step<S.tile_keys>(step)), step > 0);
+    ptx::wgmma_commit_group();
+  }
+  // sum = powers * values, added to what it is if `adds`.
+  DK_DEVICE void start_sums(bool adds) {
+    const u32 v = v_low + vs.slot * kStageUnits;
+    ptx::wgmma_fence();
+    DK_UNROLL
+    for (i32 step = 0; step < kSumSteps; ++step)
+      tile::wgmma_k16<S.dtype>(sum, powers[step], MnMajor::make(v + MnMajor::step(step)),
+                               step > 0 || adds);
+    ptx::wgmma_commit_group();
+  }
+
+  // --- tiles of keys
+
+  // What the group has to do of a unit: tiles [begin, end) of keys, of which those from
+  // first_masked on are not seen as a whole; those up to `loaded` are for other groups.
+  struct Share {
+    i32 begin;
+    i32 first_masked;
+    i32 end;
+    i32 loaded;
+    i32 visible[kLaneRows];  // keys that the lane's rows see
+
+    DK_DEVICE bool sees() const { return end > begin; }
+  };
+  DK_DEVICE Share share_of(const RowTile& unit) const {
+    const i32 first = first_row_of<S>(group);
+    Share share{};
+    share.begin = unit.keys.begin;
+    share.end = unit.template seen_end<S>(first, kAttentionGroupRows);
+    share.loaded = unit.keys.end;
+    share.first_masked =
+        S.causal ? max_of(unit.template full_end<S>(first), share.begin) : share.end - 1;
+    DK_UNROLL
+    for (i32 r = 0; r < kLaneRows; ++r)
+      share.visible[r] = attention_visible_end(unit.first_query + lane_query + 8 * r,
+                                               unit.member.num_q, unit.member.num_kv, S.causal);
+    return share;
+  }
+
+  static DK_DEVICE void mask(Scores& scores, const Share& share, i32 tile) {
+    i32 visible[kLaneRows];
+    DK_UNROLL
+    for (i32 r = 0; r < kLaneRows; ++r) visible[r] = share.visible[r] - tile * S.tile_keys;
+    mask_scores(scores, visible);
+  }
+  DK_DEVICE void keep_powers(const Scores& scores) {
+    DK_UNROLL
+    for (i32 step = 0; step < kSumSteps; ++step) powers_as_a<S.dtype>(powers[step], scores, step);
+  }
+
+  // Tiles that only other groups of the cluster see.
+  DK_DEVICE void skip(i32 count) {
+    DK_NO_UNROLL
+    for (i32 i = 0; i < count; ++i) {
+      wait_for_keys();
+      take_turn();
+      pass_turn();
+      release_keys();
+      wait_for_values();
+      release_values();
+    }
+  }
+  // The queries are there, and tiles that the group does not see behind it.
+  DK_DEVICE void begin(const Share& share) {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);
+    turns.next();
+    skip(share.loaded - share.end);
+  }
+  // The first tile of the group, the rightmost one; meanwhile() runs under its scores.
+  template <class Meanwhile>
+  DK_DEVICE void first_scores(Scores& scores, Meanwhile&& meanwhile) {
+    wait_for_keys();
+    take_turn();
+    start_scores(scores);
+    pass_turn();
+    meanwhile();
+    ptx::wgmma_wait_group<0>(scores);
+    release_keys();
+  }
+  DK_DEVICE void first_powers(Scores& scores, const Share& share) {
+    float factor[kLaneRows];
+    mask(scores, share, share.end - 1);
+    softmax.add(scores, args.scale_log2, factor);
+    keep_powers(scores);
+    if (share.end - 1 > share.begin) wait_for_keys();
+  }
+  // The scores of a tile, whose keys are there, and the sums over the one before it.
+  template <bool kMasks>
+  DK_DEVICE void next_tile(Scores& scores, const Share& share, i32 tile, bool adds) {
+    float factor[kLaneRows];
+    take_turn();
+    start_scores(scores);
+    wait_for_values();
+    start_sums(adds);
+    pass_turn();
+    ptx::wgmma_wait_group<1>(scores);
+    release_keys();
+    if constexpr (kMasks) mask(scores, share, tile);
+    const bool rescales = softmax.add(scores, args.scale_log2, factor);
+    // Of the next tile. It also is a branch, over which ptxas does not move the wait for the sums
+    // up into the softmax.
+    if (tile > share.begin) wait_for_keys();
+    ptx::wgmma_wait_group<0>(sum);
+    release_values();
+    if (rescales) {
+      DK_UNROLL
+      for (i32 i = 0; i < kSums; ++i) sum[i] *= factor[row_of_element(i)];
+    }
+    keep_powers(scores);
+  }
+  // All tiles, of which the first has its scores.
+  DK_DEVICE void add_tiles(Scores& scores, const Share& share) {
+    first_powers(scores, share);
+    i32 tile = share.end - 2;
+    bool adds = false;
+    if constexpr (S.causal) {
+      DK_NO_UNROLL
+      for (; tile >= share.first_masked; --tile, adds = true)
+        next_tile<true>(scores, share, tile, adds);
+    }
+    DK_NO_UNROLL
+    for (; tile >= share.begin; --tile, adds = true) next_tile<false>(scores, share, tile, adds);
+    release_queries();
+    wait_for_values();
+    start_sums(adds);
+    ptx::wgmma_wait_group<0>(sum);
+    release_values();
+  }
+
+  // --- units
+
+  // Of the unit in this slot, which is given back.
+  DK_DEVICE void store(i32 slot) {
+    softmax.close();
+    const RowTile unit = tile::load_shared(smem.unit[slot]);
+    const Divisor divisor[] = {softmax.divisor(0), softmax.divisor(1)};
+    const ResultStore<S> results{args, unit, unit.first_query + lane_query};
+    results.run([&](i32 i) { return divisor[row_of_element(i)].divide(sum[i]); },
+                [&](i32 r) { return softmax.log2_sum(r); });
+    units.give_back(slot);
+  }
+
+  DK_DEVICE void run() {
+    if (group == kGroups - 1) pass_turn();  // the first one is group 0's
+    Scores scores;
+    bool has_scores = false;  // those of the unit's first tile
+    RowTile unit = units.look();
+    Share share = share_of(unit);
+    DK_NO_UNROLL
+    while (unit.exists()) {
+      if (share.sees() && !has_scores) {
+        begin(share);
+        first_scores(scores, [] {});
+      }
+      softmax.open();
+      if (share.sees()) {
+        add_tiles(scores, share);
+      } else if (share.loaded > share.begin) {
+        begin(share);
+        release_queries();
+      }
+      const i32 slot = units.slots.slot;
+      units.slots.next();
+      unit = units.look();
+      share = share_of(unit);
+      has_scores = share.sees();
+      if (has_scores) {
+        begin(share);
+        first_scores(scores, [&] { store(slot); });
+      } else {
+        store(slot);
+      }
+    }
+    if (group == 0) take_turn();  // which the last group has passed on
+  }
+};
+
+}  // namespace deep_kernels::flash
