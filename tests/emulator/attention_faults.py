@@ -105,7 +105,7 @@ ATTENTION_FAULTS = [
     ),
     _fault(
         "a sum of powers that is not scaled", WRONG,
-        (Edit(SOFTMAX, "sum[row] *= factor[row];", "sum[row] *= 1.0f;"),),
+        (Edit(SOFTMAX, "sum[row] * factor", "sum[row]"),),
     ),
     _fault(
         "the maximum of one lane", WRONG,

@@ -99,10 +99,10 @@ constexpr KeyTiles attention_split(i32 split, i32 num_splits, i32 num_kv, i32 ti
 // A row's reference m follows its maximum only where that is greater by more than this, base 2: a
 // power stays below 2^8, which float32 sums and both dtypes of P hold. Rows decide by themselves; a
 // vote among them may only skip what none of them needs. The first tile with a score above -inf
-// always sets it.
+// always sets it, and so does a maximum that is NaN.
 inline constexpr float kRescaleThreshold = 8.0f;
 constexpr bool attention_rescales(float reference, float maximum) {
-  return maximum > reference + kRescaleThreshold;
+  return !(maximum <= reference + kRescaleThreshold);
 }
 
 // 2^x by fused multiply-adds: x, at least kEx2Lowest, is split into its floor, by adding kEx2Magic

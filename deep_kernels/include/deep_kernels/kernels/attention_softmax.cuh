@@ -112,35 +112,31 @@ template <AttentionSpec S>
 struct RowSoftmax {
   static constexpr i32 kScores = kLaneRows * S.fragments().length;
 
-  float reference[kLaneRows];  // m, base 2; -inf until a score is greater
+  // Where no score was greater than -inf so far, any number does for m that none is less than.
+  static constexpr float kLowest = -3.40282347e38f;
+  float reference[kLaneRows];  // m, base 2
   float sum[kLaneRows];        // of powers: the lane's share until close()
 
   DK_DEVICE void open() {
     DK_UNROLL
-    for (i32 row = 0; row < kLaneRows; ++row) reference[row] = -infinity(), sum[row] = 0.0f;
+    for (i32 row = 0; row < kLaneRows; ++row) reference[row] = kLowest, sum[row] = 0.0f;
   }
 
   // Converged. Makes powers of one tile's dot products. Where it returns true, to all lanes alike,
   // sums over earlier tiles have to be multiplied by the factor of their row, 1 for rows that keep
   // their reference.
   DK_DEVICE bool add(float (&scores)[kScores], float scale_log2, float (&factor)[kLaneRows]) {
+    float maximum[kLaneRows];
     bool rescales = false;
     DK_UNROLL
     for (i32 row = 0; row < kLaneRows; ++row) {
-      const float maximum = row_maximum(scores, row) * scale_log2;
-      factor[row] = 1.0f;
-      if (attention_rescales(reference[row], maximum)) {
-        factor[row] = ptx::ex2_approx_ftz(reference[row] - maximum);
-        reference[row] = maximum;
-        rescales = true;
-      }
-      // A score that is NaN or infinite; nothing that is added or multiplied later takes it away.
-      if (!(maximum < infinity())) sum[row] = nan();
+      maximum[row] = row_maximum(scores, row) * scale_log2;
+      rescales |= attention_rescales(reference[row], maximum[row]);
     }
     rescales = ptx::any(rescales);
     if (rescales) {
       DK_UNROLL
-      for (i32 row = 0; row < kLaneRows; ++row) sum[row] *= factor[row];
+      for (i32 row = 0; row < kLaneRows; ++row) factor[row] = follow(row, maximum[row]);
     }
     take_powers(scores, scale_log2);
     return rescales;
@@ -171,19 +167,25 @@ struct RowSoftmax {
     return maximum;
   }
 
+  // What the row's sums have to be multiplied by. A score that is NaN or infinite takes the sum of
+  // powers along, and nothing that is added or multiplied later takes it away.
+  DK_DEVICE float follow(i32 row, float maximum) {
+    if (!attention_rescales(reference[row], maximum)) return 1.0f;
+    const float factor = ptx::ex2_approx_ftz(reference[row] - maximum);
+    reference[row] = maximum;
+    sum[row] = maximum < infinity() ? sum[row] * factor : nan();
+    return factor;
+  }
+
   DK_DEVICE void take_powers(float (&scores)[kScores], float scale_log2) {
-    float shift[kLaneRows];
-    DK_UNROLL
-    for (i32 row = 0; row < kLaneRows; ++row)  // where all are -inf so far, any number does
-      shift[row] = reference[row] == -infinity() ? 0.0f : -reference[row];
-    float part[kLaneRows][2] = {};
+    float part[kLaneRows][2];
     DK_UNROLL
     for (i32 i = 0; i < kScores; ++i) {
       const i32 row = row_of_element(i);
-      const float exponent = ptx::fma(scores[i], scale_log2, shift[row]);
+      const float exponent = ptx::fma(scores[i], scale_log2, -reference[row]);
       scores[i] = ex2_is_emulated(S.ex2(), number_in_row(i), 0, 1) ? ex2_emulated<S.dtype>(exponent)
                                                                    : ptx::ex2_approx_ftz(exponent);
-      part[row][i % 2] += scores[i];
+      part[row][i % 2] = i < 4 ? scores[i] : part[row][i % 2] + scores[i];
     }
     DK_UNROLL
     for (i32 row = 0; row < kLaneRows; ++row) sum[row] += part[row][0] + part[row][1];
