@@ -136,25 +136,33 @@ def test_specs() -> None:
     """A finite list, each of whose members fits; what does not is refused."""
     count = "[] {{ int count = 0; for_each_attention_spec(Backend::{}, [&](const AttentionSpec& s) {{ {} }}); " \
             "return count; }}()"  # fmt: skip
-    assertions = [f"{count.format(backend, '++count; (void)s;')} == 144" for backend in ("sm89", "sm90")]
+    found = f"{count.format('sm89', '++count; (void)s;')}", f"{count.format('sm90', '++count; (void)s;')}"
+    assertions = [f"{found[0]} == 144", f"{found[1]} == 192"]
     assertions += [
         f"{count.format(backend, 'count += s.smem_bytes() > limits_of(s.backend).max_smem_bytes;')} == 0"
         for backend in ("sm89", "sm90")
     ]
-    spec = "AttentionSpec{{Backend::{}, DType::{}, {}, true, false, false, {}, {}, 0, {}, {}, {}, {}}}.invalid()"
+    spec = (
+        "AttentionSpec{{Backend::{}, DType::{}, {}, true, false, false, {}, {}, 0, {}, {}, {}, {}, {}, {}}}.invalid()"
+    )
     assertions += [
-        f"{spec.format('sm90', 'bfloat16', 4, 250, 99, 128, 64, 3, 2)} == nullptr",
+        f"{spec.format('sm90', 'bfloat16', 4, 250, 99, 128, 64, 3, 2, 1, 'true')} == nullptr",
+        f"{spec.format('sm90', 'bfloat16', 4, 250, 99, 128, 64, 3, 2, 2, 'false')} == nullptr",
         *(
-            f"{spec.format(*fields)} != nullptr"
+            f"{spec.format(*fields, 'false')} != nullptr"
             for fields in (
-                ("cpu", "bfloat16", 4, 0, 0, 128, 64, 3, 2),
-                ("sm90", "float32", 4, 0, 0, 128, 64, 3, 2),
-                ("sm90", "bfloat16", 3, 0, 0, 128, 64, 3, 2),
-                ("sm90", "bfloat16", 4, 4, 5, 128, 64, 3, 2),
-                ("sm90", "bfloat16", 4, 0, 0, 96, 64, 3, 2),
-                ("sm90", "bfloat16", 4, 0, 0, 128, 72, 3, 2),
-                ("sm90", "bfloat16", 4, 0, 0, 128, 64, 4, 2),
-                ("sm90", "bfloat16", 4, 0, 0, 128, 64, 3, 0),
+                ("cpu", "bfloat16", 4, 0, 0, 128, 64, 3, 2, 1),
+                ("sm90", "float32", 4, 0, 0, 128, 64, 3, 2, 1),
+                ("sm90", "bfloat16", 3, 0, 0, 128, 64, 3, 2, 1),
+                ("sm90", "bfloat16", 4, 4, 5, 128, 64, 3, 2, 1),
+                ("sm90", "bfloat16", 4, 0, 0, 96, 64, 3, 2, 1),
+                ("sm90", "bfloat16", 4, 0, 0, 128, 72, 3, 2, 1),
+                ("sm90", "bfloat16", 4, 0, 0, 128, 64, 4, 2, 1),
+                ("sm90", "bfloat16", 4, 0, 0, 128, 64, 3, 0, 1),
+                ("sm90", "bfloat16", 4, 0, 0, 128, 64, 3, 2, 3),
+                ("sm90", "bfloat16", 1, 0, 0, 128, 64, 3, 2, 2),
+                ("sm90", "bfloat16", 2, 0, 0, 192, 80, 3, 3, 2),
+                ("sm89", "bfloat16", 4, 0, 0, 64, 32, 2, 2, 2),
             )
         ),
     ]
