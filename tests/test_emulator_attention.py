@@ -154,6 +154,15 @@ def test_a_wrong_max_seqlen_is_right(backend: Backend) -> None:
         assert_same(run_packed(backend, BASE, replace(packed, max_q=longest, max_k=longest)), wanted)
 
 
+@by_backend
+def test_more_tiles_than_are_counted(backend: Backend) -> None:
+    """Of members without tokens, since others would not fit into memory."""
+    packed = pack(Case(1, 1, 1, (1024, 1)), [(0, 0)] * 2**20, "cpu", behind=1)
+    words = r"batch, num_q_heads and num_splits must make at most 1073741824 tiles of queries, got 10737\d+"
+    with installed(Emulator()), pytest.raises(ValueError, match=words):
+        attend_packed(backend, packed)
+
+
 # ------------------------------------------------------------------------------------------ same bits
 
 
