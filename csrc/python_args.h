@@ -107,9 +107,11 @@ class PythonArgs {
   }
   // The two items of a (values, scale) pair.
   std::pair<py::object, py::object> pair(const char* name, py::handle value) const {
-    const bool sequence = PyTuple_Check(value.ptr()) || PyList_Check(value.ptr());
-    if (!sequence || PySequence_Size(value.ptr()) != 2)
+    if (!PyTuple_Check(value.ptr()) && !PyList_Check(value.ptr()))
       refuse(name, "a pair (values, scale)", value);
+    if (const Py_ssize_t size = PySequence_Size(value.ptr()); size != 2)
+      throw TypeError(fmt::format("{}: {} must be a pair (values, scale), got a {} of {}", op_,
+                                  name, Py_TYPE(value.ptr())->tp_name, size));
     return {value[py::int_(0)], value[py::int_(1)]};
   }
 

@@ -327,9 +327,9 @@ def _check_weight(name: str, argument: str, weight: Tensor, dtype: torch.dtype, 
     """A matrix of dtype; of shape, or of any that a module may have."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name}: {argument} must be a torch.Tensor, got {type(weight).__name__}")
-    fits = weight.dim() == 2 if shape is None else weight.shape == shape
+    fits = weight.dim() == 2 and weight.numel() > 0 if shape is None else weight.shape == shape
     if weight.dtype != dtype or not fits:
-        sizes = "[intermediate_size, hidden_size]" if shape is None else list(shape)
+        sizes = "[intermediate_size >= 1, hidden_size >= 1]" if shape is None else list(shape)
         raise ValueError(f"{name}: {argument} must be {formats._word(dtype)} {sizes}, got {formats._describe(weight)}")
 
 

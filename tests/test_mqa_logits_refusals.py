@@ -252,7 +252,7 @@ REFUSALS = (
     Refusal("q-a-tensor", lambda a: replace(a, q=a.q[0]),
             "q must be a pair (values, scale), got Tensor", TypeError),
     Refusal("q-three", lambda a: replace(a, q=(*a.q, None)),
-            "q must be a pair (values, scale), got tuple", TypeError),
+            "q must be a pair (values, scale), got a tuple of 3", TypeError),
     Refusal("q-a-list-of-numbers", q(lambda x: [1.0]), "q must be a torch.Tensor, got list", TypeError),
     Refusal("q-scale-a-number", q_scale(lambda x: 1.0), "q scale must be a torch.Tensor or None, got float", TypeError),
     Refusal("kv-a-tensor", lambda a: replace(a, kv=a.kv[0]),

@@ -427,9 +427,11 @@ def test_wrong_x() -> None:
 def test_wrong_weights() -> None:
     gate, up, down = make_weights(128, 256).tensors()
     name = "SwiGLUMLP.from_weights"
+    any_sizes = "[intermediate_size >= 1, hidden_size >= 1]"
     for weights, sentence in (
-        ((gate.float(), up, down), "gate must be bfloat16 [intermediate_size, hidden_size], got float32 [256, 128]"),
-        ((gate[0], up, down), "gate must be bfloat16 [intermediate_size, hidden_size], got bfloat16 [128]"),
+        ((gate.float(), up, down), f"gate must be bfloat16 {any_sizes}, got float32 [256, 128]"),
+        ((gate[0], up, down), f"gate must be bfloat16 {any_sizes}, got bfloat16 [128]"),
+        ((gate[:0], up[:0], down[:, :0]), f"gate must be bfloat16 {any_sizes}, got bfloat16 [0, 128]"),
         ((gate, up[:240], down), "up must be bfloat16 [256, 128], got bfloat16 [240, 128]"),
         ((gate, up, down.T), "down must be bfloat16 [128, 256], got bfloat16 [256, 128]"),
         ((gate, up, down.half()), "down must be bfloat16 [128, 256], got float16 [128, 256]"),
@@ -535,7 +537,11 @@ def test_missing_keys(save: Save, name: str, kind: torch.dtype | None) -> None:
 @pytest.mark.parametrize(
     ("key", "change", "sentence"),
     (
-        ("gate_proj.weight", lambda x: x[0], "float8_e4m3fn [intermediate_size, hidden_size], got float8_e4m3fn [128]"),
+        (
+            "gate_proj.weight",
+            lambda x: x[0],
+            "float8_e4m3fn [intermediate_size >= 1, hidden_size >= 1], got float8_e4m3fn [128]",
+        ),
         ("up_proj.weight", lambda x: x[:128], "float8_e4m3fn [208, 128], got float8_e4m3fn [128, 128]"),
         ("up_proj.weight", lambda x: x.bfloat16(), "float8_e4m3fn [208, 128], got bfloat16 [208, 128]"),
         ("down_proj.weight", lambda x: x.mT, "float8_e4m3fn [128, 208], got float8_e4m3fn [208, 128]"),

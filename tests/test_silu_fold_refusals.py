@@ -148,6 +148,8 @@ OF_ACTIVATION = (
     ("clamp-a-str", given(clamp="7"), "clamp must be a float or None, got str"),
     ("offset-none", given(up_offset=None), "up_offset must be a float, got NoneType"),
     ("out-a-tensor", lambda a: {"out": pair("cpu")[0]}, "out must be a pair (values, scale), got Tensor"),
+    ("out-of-one", lambda a: {"out": pair("cpu")[:1]}, "out must be a pair (values, scale), got a tuple of 1"),
+    ("out-an-empty-list", lambda a: {"out": []}, "out must be a pair (values, scale), got a list of 0"),
     ("out-dtype", out(lambda device: (pair(device)[0].view(torch.uint8), pair(device)[1])),
      "out must be float8_e4m3fn [num_tokens=37, intermediate_size=272], got uint8 [37, 272]"),
     ("out-shape", out(lambda device: pair(device, (M, 288))),
