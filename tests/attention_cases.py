@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 from conftest import Backend
-from mqa_cases import inside_larger, word
+from mqa_cases import assert_same_bits, inside_larger, word
 from pairwise import pairwise
 from torch import Tensor
 
@@ -278,6 +278,32 @@ def chosen_scores(scores: Tensor, values: Tensor, dtype: torch.dtype, device: st
     q[0, :, 0, :num_kv] = scores
     k = torch.eye(128)[:num_kv].view(1, num_kv, 1, 128)
     return Inputs(*(x.to(dtype).to(device) for x in (q, k, values.view(1, num_kv, 1, 128))))
+
+
+def check_jumps(backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | None, first: bool) -> None:
+    """Rows whose scores lie far from those of their first or last keys, which a kernel meets before the others: small
+    ones must not be lost in the difference. Rows are as they would be alone."""
+    jumps = torch.tensor([7.5, 8.5, 64.0, 992.0, 1024.0, 1032.0, 1040.0, 3008.0, 32768.0])
+    last = torch.cat((jumps, -jumps))
+    scores = torch.full((len(last), 128), 2.0**-11)
+    scores[:, 48:] = -60000.0  # both dtypes have it
+    scores[:, 100:] = last[:, None]
+    if first:
+        scores = scores.flip(1)
+    values = torch.linspace(-1, 1, 128).to(dtype)[:, None].expand(128, 128)
+    inputs = chosen_scores(scores, values.float(), dtype, backend.device)
+    options = {"softmax_scale": LN2, **emulation(ex2)}
+    out, lse = attend(backend, inputs, **options)
+    exact = scores.to(dtype).double() * LN2
+    wanted = exact.logsumexp(1)
+    lost = EMULATED_ERROR[dtype] if ex2 else 0.0
+    assert ((lse[0, 0].double().cpu() - wanted).abs() <= lost + 2e-6 + 2.0**-22 * wanted.abs()).all()
+    wanted = exact.softmax(1) @ values.double()
+    assert ((out[0, :, 0].double().cpu() - wanted).abs() <= lost + 2 * torch.finfo(dtype).eps).all()
+    for i in range(len(last)):
+        alone = attend(backend, replace(inputs, q=inputs.q[:, i : i + 1]), **options)
+        assert_same_bits(alone[0], out[:, i : i + 1])
+        assert_same_bits(alone[1], lse[..., i : i + 1])
 
 
 def emulated_keys(backend: Backend, dtype: torch.dtype, rule: tuple[int, ...]) -> list[bool]:

@@ -26,6 +26,7 @@ from attention_cases import (
     attend,
     attend_packed,
     check,
+    check_jumps,
     chosen_scores,
     emulated_keys,
     emulation,
@@ -223,6 +224,12 @@ def test_scores_far_below_the_largest(backend: Backend, dtype: torch.dtype, ex2:
     assert ((found[:, 0] - wanted).abs() <= limit + torch.finfo(dtype).smallest_normal).all()
     assert ((lse[0, 0].double().cpu() - torch.log1p(p)).abs() < 1e-4).all()
     assert (found[-2:] == 0).all(), "masked by their size alone"
+
+
+@pytest.mark.parametrize("ex2", (None, (1, 1)), ids=("off", "all"))
+@by_dtype
+def test_scores_far_from_the_ones_met_first(backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | None) -> None:
+    check_jumps(backend, dtype, ex2, first)
 
 
 # ------------------------------------------------------------------------------------------ emulation

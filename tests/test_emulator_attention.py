@@ -19,6 +19,7 @@ from attention_cases import (
     attend,
     attend_packed,
     check,
+    check_jumps,
     emulated_keys,
     keys_by_rule,
     laid_out,
@@ -267,6 +268,14 @@ def test_nan_in_values_reaches_only_rows_near_those_that_see_it(backend: Backend
     may_differ = torch.zeros_like(out, dtype=torch.bool)
     may_differ[:, max(token - 255, 0) :, :, 3] = True
     assert_same_bits(found, out, ~may_differ)
+
+
+@by_backend
+@pytest.mark.parametrize("ex2", (None, (4, 3)), ids=("off", "half"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=word)
+def test_scores_far_from_the_ones_met_first(backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | None) -> None:
+    with installed(Emulator()):
+        check_jumps(backend, dtype, ex2, first)
 
 
 @by_backend

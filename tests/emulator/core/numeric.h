@@ -10,6 +10,12 @@ namespace deep_kernels::emulator::numeric {
 
 inline constexpr u32 kNan = 0x7fffffff;  // what arithmetic on a card makes
 
+// fma.rn
+inline float fma(float a, float b, float c) {
+  const float value = std::fma(a, b, c);
+  return std::isnan(value) ? std::bit_cast<float>(kNan) : value;
+}
+
 // add.rm: toward minus infinity; an exact 0 is -0 unless both are +0.
 inline float add_rm(float a, float b) {
   const double x = a;

@@ -111,35 +111,47 @@ DK_DEVICE i64 partial_row(const AttentionArgs& args, const AttentionMember& memb
 template <AttentionSpec S>
 struct RowSoftmax {
   static constexpr i32 kScores = kLaneRows * S.fragments().length;
-
-  // Where no score was greater than -inf so far, any number does for m that none is less than.
+  // Less than any maximum: of rows that have met no score above -inf.
   static constexpr float kLowest = -3.40282347e38f;
+  // Exponents relative to a reference beyond this have lost too much to be moved to another one.
+  static constexpr float kFar = 1024.0f;
+
   float reference[kLaneRows];  // m, base 2
   float sum[kLaneRows];        // of powers: the lane's share until close()
+  bool far;                    // some row of the warp has a reference that is
 
   DK_DEVICE void open() {
     DK_UNROLL
     for (i32 row = 0; row < kLaneRows; ++row) reference[row] = kLowest, sum[row] = 0.0f;
+    far = true;
   }
 
   // Converged. Makes powers of one tile's dot products. Where it returns true, to all lanes alike,
   // sums over earlier tiles have to be multiplied by the factor of their row, 1 for rows that keep
   // their reference.
+  //
+  // Most tiles move no reference, and whether one does is asked of exponents as integers, which
+  // order positive ones like floats: a maximum of three is one instruction, and no lane has to know
+  // that of its row. What is below 0 may come out in any order. NaN that arithmetic makes is
+  // positive, and greater than all.
   DK_DEVICE bool add(float (&scores)[kScores], float scale_log2, float (&factor)[kLaneRows]) {
-    float maximum[kLaneRows];
-    bool rescales = false;
-    DK_UNROLL
-    for (i32 row = 0; row < kLaneRows; ++row) {
-      maximum[row] = row_maximum(scores, row) * scale_log2;
-      rescales |= attention_rescales(reference[row], maximum[row]);
-    }
-    rescales = ptx::any(rescales);
-    if (rescales) {
+    factor[0] = factor[1] = 1.0f;
+    bool moved = far;
+    if (far) follow_maxima(scores, scale_log2, factor);
+    i32 top[kLaneRows];
+    take_exponents(scores, scale_log2, top);
+    constexpr i32 kMost = __builtin_bit_cast(i32, kRescaleThreshold);
+    if (ptx::any(max_of(top[0], top[1]) > kMost)) {
       DK_UNROLL
-      for (i32 row = 0; row < kLaneRows; ++row) factor[row] = follow(row, maximum[row]);
+      for (i32 row = 0; row < kLaneRows; ++row) {
+        const i32 greatest = quad_maximum(top[row]);
+        if (greatest > kMost) factor[row] = move_exponents(scores, row, ptx::float_of(greatest));
+      }
+      moved = true;
     }
-    take_powers(scores, scale_log2);
-    return rescales;
+    if (moved) far = ptx::any(is_far(reference[0]) || is_far(reference[1]));
+    take_powers(scores);
+    return moved;
   }
 
   // Converged. From here on the sums are those of whole rows.
@@ -154,38 +166,76 @@ struct RowSoftmax {
   DK_DEVICE float log2_sum(i32 row) const { return flash::log2_sum(reference[row], sum[row]); }
 
  private:
-  // Over the four lanes that share the row; a NaN wins.
-  static DK_DEVICE float row_maximum(const float (&scores)[kScores], i32 row) {
-    float part[] = {scores[2 * row], scores[2 * row + 1]};
+  static DK_DEVICE bool is_far(float reference) { return !(ptx::abs(reference) <= kFar); }
+
+  // Over the four lanes that share a row.
+  static DK_DEVICE i32 quad_maximum(i32 value) {
     DK_UNROLL
-    for (i32 i = 4; i < kScores; i += 4) DK_UNROLL
-    for (i32 j = 0; j < 2; ++j) part[j] = ptx::max_nan(part[j], scores[i + 2 * row + j]);
-    float maximum = ptx::max_nan(part[0], part[1]);
+    for (i32 mask = 1; mask < 4; mask *= 2) value = max_of(value, ptx::shuffle_xor(value, mask));
+    return value;
+  }
+  // Of a row; a NaN wins.
+  static DK_DEVICE float row_maximum(const float (&scores)[kScores], i32 row) {
+    float maximum = scores[2 * row];
+    DK_UNROLL
+    for (i32 i = 0; i < kScores; ++i)
+      if (row_of_element(i) == row) maximum = ptx::max_nan(maximum, scores[i]);
     DK_UNROLL
     for (i32 mask = 1; mask < 4; mask *= 2)
       maximum = ptx::max_nan(maximum, ptx::shuffle_xor(maximum, mask));
     return maximum;
   }
 
-  // What the row's sums have to be multiplied by. A score that is NaN or infinite takes the sum of
-  // powers along, and nothing that is added or multiplied later takes it away.
-  DK_DEVICE float follow(i32 row, float maximum) {
-    if (!attention_rescales(reference[row], maximum)) return 1.0f;
-    const float factor = ptx::ex2_approx_ftz(reference[row] - maximum);
-    reference[row] = maximum;
-    sum[row] = maximum < infinity() ? sum[row] * factor : nan();
+  // Adds a row's powers up relative to another reference, from which the old one was `step` away. A
+  // step that is NaN or infinite takes the sum along, and nothing that is added or multiplied later
+  // takes it away.
+  DK_DEVICE float rescale(i32 row, float to, float step) {
+    const float factor = ptx::ex2_approx_ftz(-step);
+    reference[row] = to;
+    sum[row] = step < infinity() ? sum[row] * factor : nan();
     return factor;
   }
+  // Rows that are far: from the maximum of their scores.
+  DK_DEVICE void follow_maxima(const float (&scores)[kScores], float scale_log2,
+                               float (&factor)[kLaneRows]) {
+    DK_UNROLL
+    for (i32 row = 0; row < kLaneRows; ++row) {
+      const float maximum = row_maximum(scores, row) * scale_log2;
+      if (is_far(reference[row]) && attention_rescales(reference[row], maximum))
+        factor[row] = rescale(row, maximum, maximum - reference[row]);
+    }
+  }
+  // Other rows: from the greatest of their exponents, which are moved.
+  DK_DEVICE float move_exponents(float (&exponents)[kScores], i32 row, float greatest) {
+    DK_UNROLL
+    for (i32 i = 0; i < kScores; ++i)
+      if (row_of_element(i) == row) exponents[i] -= greatest;
+    return rescale(row, reference[row] + greatest, greatest);
+  }
 
-  DK_DEVICE void take_powers(float (&scores)[kScores], float scale_log2) {
+  DK_DEVICE void take_exponents(float (&scores)[kScores], float scale_log2,
+                                i32 (&top)[kLaneRows]) const {
+    DK_UNROLL
+    for (i32 i = 0; i < kScores; ++i)
+      scores[i] = ptx::fma(scores[i], scale_log2, -reference[row_of_element(i)]);
+    DK_UNROLL
+    for (i32 row = 0; row < kLaneRows; ++row) {
+      const auto bits = [&](i32 i) { return static_cast<i32>(ptx::bits_of(scores[i + 2 * row])); };
+      top[row] = max_of(bits(0), bits(1));
+      DK_UNROLL
+      for (i32 i = 4; i < kScores; i += 4)
+        top[row] = max_of(max_of(top[row], bits(i)), bits(i + 1));
+    }
+  }
+  DK_DEVICE void take_powers(float (&exponents)[kScores]) {
     float part[kLaneRows][2];
     DK_UNROLL
     for (i32 i = 0; i < kScores; ++i) {
-      const i32 row = row_of_element(i);
-      const float exponent = ptx::fma(scores[i], scale_log2, -reference[row]);
-      scores[i] = ex2_is_emulated(S.ex2(), number_in_row(i), 0, 1) ? ex2_emulated<S.dtype>(exponent)
-                                                                   : ptx::ex2_approx_ftz(exponent);
-      part[row][i % 2] = i < 4 ? scores[i] : part[row][i % 2] + scores[i];
+      float& power = exponents[i];
+      power = ex2_is_emulated(S.ex2(), number_in_row(i), 0, 1) ? ex2_emulated<S.dtype>(power)
+                                                               : ptx::ex2_approx_ftz(power);
+      float& total = part[row_of_element(i)][i % 2];
+      total = i < 4 ? power : total + power;
     }
     DK_UNROLL
     for (i32 row = 0; row < kLaneRows; ++row) sum[row] += part[row][0] + part[row][1];

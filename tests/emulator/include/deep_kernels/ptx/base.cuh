@@ -148,7 +148,7 @@ inline float fma(float a, float b, float c, At at = At::current()) {
   emulator::check_poison(b, at);
   emulator::check_poison(c, at);
   emulator::identity.time += emulator::kAluCycles;
-  return std::fma(a, b, c);
+  return emulator::numeric::fma(a, b, c);
 }
 inline float add_rm(float a, float b, At at = At::current()) {
   emulator::check_poison(a, at);
