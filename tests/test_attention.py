@@ -228,7 +228,10 @@ def test_scores_far_below_the_largest(backend: Backend, dtype: torch.dtype, ex2:
 
 @pytest.mark.parametrize("ex2", (None, (1, 1)), ids=("off", "all"))
 @by_dtype
-def test_scores_far_from_the_ones_met_first(backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("first", (False, True), ids=("last", "first"))
+def test_scores_far_from_the_ones_met_first(
+    backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | None, first: bool
+) -> None:
     check_jumps(backend, dtype, ex2, first)
 
 

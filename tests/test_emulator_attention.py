@@ -273,7 +273,10 @@ def test_nan_in_values_reaches_only_rows_near_those_that_see_it(backend: Backend
 @by_backend
 @pytest.mark.parametrize("ex2", (None, (4, 3)), ids=("off", "half"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=word)
-def test_scores_far_from_the_ones_met_first(backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("first", (False, True), ids=("last", "first"))
+def test_scores_far_from_the_ones_met_first(
+    backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | None, first: bool
+) -> None:
     with installed(Emulator()):
         check_jumps(backend, dtype, ex2, first)
 
