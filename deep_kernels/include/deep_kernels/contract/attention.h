@@ -243,7 +243,10 @@ struct AttentionSpec {
     const i32 rows = tile_rows + (k_stages + v_stages) * tile_keys;
     return rows * head_dim() * 2 + (backend == Backend::sm90 ? 1024 : 0);  // barriers, units
   }
-  static constexpr i32 spill_limit_bytes() { return 0; }
+  // What the polynomials of emulated powers need beside a row's scores and sums.
+  constexpr i32 spill_limit_bytes() const {
+    return backend == Backend::sm90 && ex2_res > 0 ? 32 : 0;
+  }
   // Scores of a unit's first tile, alone or under the stores of the unit before, both products of
   // the others, of which masked ones have a loop of their own, and the last sums.
   constexpr i32 num_wgmma() const {

@@ -52,7 +52,7 @@ DK_DEVICE float ex2_emulated(float x) {
   const float bounded = ptx::max(x, kEx2Lowest);
   const float shifted = ptx::add_rm(bounded, kEx2Magic);
   const float power = ex2_polynomial<kType>(bounded - (shifted - kEx2Magic));
-  return ptx::float_of(ptx::bits_of(power) + (ptx::bits_of(shifted) << 23));
+  return ptx::add_to_exponent(power, shifted);
 }
 
 // Two neighbours as they are multiplied, the first one in the lower half.
@@ -135,13 +135,16 @@ struct RowSoftmax {
   // that of its row. What is below 0 may come out in any order. NaN that arithmetic makes is
   // positive, and greater than all.
   DK_DEVICE bool add(float (&scores)[kScores], float scale_log2, float (&factor)[kLaneRows]) {
-    factor[0] = factor[1] = 1.0f;
     bool moved = far;
-    if (far) follow_maxima(scores, scale_log2, factor);
+    if (far) {
+      factor[0] = factor[1] = 1.0f;
+      follow_maxima(scores, scale_log2, factor);
+    }
     i32 top[kLaneRows];
     take_exponents(scores, scale_log2, top);
     constexpr i32 kMost = __builtin_bit_cast(i32, kRescaleThreshold);
     if (ptx::any(max_of(top[0], top[1]) > kMost)) {
+      if (!moved) factor[0] = factor[1] = 1.0f;
       DK_UNROLL
       for (i32 row = 0; row < kLaneRows; ++row) {
         const i32 greatest = quad_maximum(top[row]);

@@ -169,6 +169,17 @@ DK_DEVICE float rcp_approx_ftz(float a) {
 }
 // Often no instruction of its own: a sign that the one that reads it leaves out.
 DK_DEVICE float abs(float a) { return fabsf(a); }
+// a * 2^n, where the low bits of `n` as an integer are n and neither a nor the product leaves the
+// normal numbers. As one operation from float to float: the compiler keeps what comes out of an
+// integer one as an integer, and copies it where a wgmma has its registers.
+DK_DEVICE float add_to_exponent(float a, float n) {
+  float value;
+  asm("{\n.reg .b32 bits, low;\nmov.b32 bits, %1;\nmov.b32 low, %2;\nshl.b32 low, low, 23;\n"
+      "add.s32 bits, bits, low;\nmov.b32 %0, bits;\n}"
+      : "=f"(value)
+      : "f"(a), "f"(n));
+  return value;
+}
 // a * b clamped to [0, 1]; NaN gives 0.
 DK_DEVICE float mul_sat(float a, float b) {
   float value;

@@ -192,6 +192,11 @@ inline float abs(float a, At at = At::current()) {
   emulator::check_poison(a, at);
   return std::fabs(a);
 }
+inline float add_to_exponent(float a, float n, At at = At::current()) {
+  emulator::check_poison(a, at);
+  emulator::check_poison(n, at);
+  return std::bit_cast<float>(std::bit_cast<u32>(a) + (std::bit_cast<u32>(n) << 23));
+}
 inline float mul_sat(float a, float b, At at = At::current()) {
   emulator::check_poison(a, at);
   emulator::check_poison(b, at);
