@@ -164,7 +164,7 @@ _SM89_FAULTS = [
     ),
     _fault(
         "members whose tiles begin too early", WRONG,
-        (Edit(TILES, "/ S.unit_rows() + index;", "/ S.unit_rows();"),), lengths=_MEMBERS,
+        (Edit(TILES, " + index;", ";"),), lengths=_MEMBERS,
     ),
     _fault(
         "the keys of the member before", WRONG,
@@ -249,13 +249,13 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "queries given back by the warps of all groups", "deadlock",
-        (Edit(UNIT, "init(smem.q_drained[i], 4)",
-              "init(smem.q_drained[i], kMathWarps)"),), ("queries", "4 of 12 arrivals"),
+        (Edit(UNIT, "init(smem.q_drained[i], 4)", "init(smem.q_drained[i], kMathWarps)"),),
+        ("queries", "4 of 12 arrivals"),
     ),
     _sm90(
         "a group without keys keeps its queries", "deadlock",
-        (Edit(MATH, "        begin(share);\n        release_queries();\n",
-              "        begin(share);\n"),), ("queries", "0 of 4 arrivals"), **_UNITS,
+        (Edit(MATH, "        begin(share);\n        release_queries();\n", "        begin(share);\n"),),
+        ("queries", "0 of 4 arrivals"), **_UNITS,
     ),
     _sm90(
         "the query warp stays in its first phase", "pending-async race mbarrier deadlock",
@@ -263,17 +263,16 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "fewer bytes of queries expected than copied", "mbarrier",
-        (Edit(SM90, "kAttentionGroupRows * S.head_dim() * 2);",
-              "kAttentionGroupRows * S.head_dim());"),), ("more than they expected",),
+        (Edit(SM90, "kAttentionGroupRows * S.head_dim() * 2);", "kAttentionGroupRows * S.head_dim());"),),
+        ("more than they expected",),
     ),
     _sm90(
         "all groups load the first group's queries", WRONG,
-        (Edit(SM90, "unit.first_query + first_row_of<S>(group), 0,", "unit.first_query, 0,"),),
+        (Edit(SM90, "unit.first_query + first_", "unit.first_query + 0 * first_"),),
     ),
     _sm90(
         "in a cluster every block loads the first block's queries", WRONG,
-        (Edit(SM90, "unit.first_query + first_row_of<S>(group), 0,",
-              "unit.first_query + group * kAttentionGroupRows, 0,"),), **_CLUSTERED,
+        (Edit(SM90, "unit.first_query + first_", "unit.first_query + group * kAttentionGroupRows + 0 * first_"),), **_CLUSTERED,
     ),
     _sm90(
         "the queries of a kv head", WRONG,
@@ -290,8 +289,8 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "the kv warp starts in the math warps' phase", "deadlock",
-        (Edit(SM90, "tile::Ring<S.k_stages>::filler();",
-              "tile::Ring<S.k_stages>::drainer();"),), ("keys and values", "0 of 12 arrivals"),
+        (Edit(SM90, "tile::Ring<S.k_stages>::filler();", "tile::Ring<S.k_stages>::drainer();"),),
+        ("keys and values", "0 of 12 arrivals"),
     ),
     _sm90(
         "the math warps start in the kv warp's phase", "deadlock",
@@ -347,12 +346,14 @@ _SM90_FAULTS = [
     _sm90(
         "scores without wgmma.fence", "accumulator",
         (Edit(MATH, "    const u32 k = k_low + ks.slot * kStageUnits;\n    ptx::wgmma_fence();\n",
-              "    const u32 k = k_low + ks.slot * kStageUnits;\n"),), ("wgmma.fence",),
+              "    const u32 k = k_low + ks.slot * kStageUnits;\n"),),
+        ("wgmma.fence",),
     ),
     _sm90(
         "sums without wgmma.fence", "accumulator",
         (Edit(MATH, "    const u32 v = v_low + vs.slot * kStageUnits;\n    ptx::wgmma_fence();\n",
-              "    const u32 v = v_low + vs.slot * kStageUnits;\n"),), ("wgmma.fence",),
+              "    const u32 v = v_low + vs.slot * kStageUnits;\n"),),
+        ("wgmma.fence",),
     ),
     _sm90(
         "scores that are not committed", "accumulator",
@@ -452,23 +453,24 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "stages loaded when one block has drained them", "pending-async race mbarrier deadlock",
-        (Edit(UNIT, "init(smem.v_drained[i], kMathWarps * S.cluster);",
-              "init(smem.v_drained[i], kMathWarps);"),), **_CLUSTERED,
+        (Edit(UNIT, "init(smem.v_drained[i], kMathWarps * S.cluster);", "init(smem.v_drained[i], kMathWarps);"),),
+        **_CLUSTERED,
     ),
     _sm90(
         "stages filled by as many arrivals as blocks", "deadlock",
-        (Edit(UNIT, "    init(smem.k_filled[i], 1)",
-              "    init(smem.k_filled[i], S.cluster)"),), ("1 of 2 arrivals",), **_CLUSTERED,
+        (Edit(UNIT, "    init(smem.k_filled[i], 1)", "    init(smem.k_filled[i], S.cluster)"),),
+        ("1 of 2 arrivals",), **_CLUSTERED,
     ),
     _sm90(
         "the bytes of the own panels alone", "mbarrier",
         (Edit(SM90, "ptx::mbarrier_arrive_expect_tx(filled, kTileBytes);",
-              "ptx::mbarrier_arrive_expect_tx(filled, kTileBytes / S.cluster);"),), **_CLUSTERED,
+              "ptx::mbarrier_arrive_expect_tx(filled, kTileBytes / S.cluster);"),),
+        **_CLUSTERED,
     ),
     _sm90(
         "panels that the other block does not get", "deadlock",
-        (Edit(SM90, "(1u << S.cluster) - 1);",
-              "1u << tile::block_rank<S.cluster>());"),), ("bytes are expected and no copy",), **_CLUSTERED,
+        (Edit(SM90, "(1u << S.cluster) - 1);", "1u << tile::block_rank<S.cluster>());"),),
+        ("bytes are expected and no copy",), **_CLUSTERED,
     ),
     _sm90(
         "both blocks load the same panels", "pending-async race",
@@ -485,11 +487,12 @@ _SM90_FAULTS = [
     _sm90(
         "a ring drained but for its last slot", "cluster",
         (Edit(CLUSTER, "for (i32 i = 0; i < kSlots; ++i, ring.next())",
-              "for (i32 i = 0; i + 1 < kSlots; ++i, ring.next())"),), **_CLUSTERED,
+              "for (i32 i = 0; i + 1 < kSlots; ++i, ring.next())"),),
+        **_CLUSTERED,
     ),
     _sm90(
         "rows that two groups of a cluster have", "wrong race",
-        (Edit(UNIT, "rank : 3 - rank)", "rank : 2 - rank)"),), **_CLUSTERED,
+        (Edit(UNIT, "rank : 3 - rank", "rank : 2 - rank"),), **_CLUSTERED,
     ),
     # --- the tail warp
     _sm90(
@@ -610,9 +613,13 @@ _SM90_FAULTS = [
               "for (i32 i = 2 - 2 * r; i < kSums; i += 4)"),), num_splits=2,
     ),
     _sm90(
+        "nobody waits for the kernel ahead", "grid-dependency",
+        (Edit(SM90, "  ptx::grid_dependency_wait();", "  "),),
+    ),
+    _sm90(
         "global memory before the kernel ahead is done", "grid-dependency",
-        (Edit(SM90, "  ptx::grid_dependency_wait();",
-              "  "), Edit(SM90, "  math.run();\n", "  math.run();\n  ptx::grid_dependency_wait();\n")),
+        (Edit(SM90, "  ptx::grid_dependency_wait();", "  "),
+         Edit(SM90, "  math.run();\n", "  math.run();\n  ptx::grid_dependency_wait();\n")),
     ),
     _sm90(
         "more registers than the block has", "deadlock",
