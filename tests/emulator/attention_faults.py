@@ -272,7 +272,8 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "in a cluster every block loads the first block's queries", WRONG,
-        (Edit(SM90, "unit.first_query + first_", "unit.first_query + group * kAttentionGroupRows + 0 * first_"),), **_CLUSTERED,
+        (Edit(SM90, "unit.first_query + first_", "unit.first_query + group * kAttentionGroupRows + 0 * first_"),),
+        **_CLUSTERED,
     ),
     _sm90(
         "the queries of a kv head", WRONG,
