@@ -555,6 +555,8 @@ _LOAD_V = "ptx::tma_load_3d(kV, maps.map[2], kBarrier, 0, 0, 0);"
         ("ptx::wgmma_fence();  // of P V", "", "accumulator", ("without wgmma.fence",)),
         ("ptx::wgmma_wait_group<0>(s);", "", "accumulator", ("in flight",)),
         ("ptx::wgmma_wait_group<0>(o);", "ptx::wgmma_wait_group<1>(o);", "accumulator", ("in flight",)),
+        ("ptx::wgmma_wait_group<0>(o);", "++p[1][2]; ptx::wgmma_wait_group<0>(o);", "accumulator",
+         ("register 2 of operand a", "overwritten")),
         ("ptx::wgmma_wait_group<0>(o);", f"if (thread == 0) {{ {_LOAD_V} }} ptx::wgmma_wait_group<0>(o);",
          "pending-async", ("still reads", "wgmma")),
         ("ptx::wgmma_wait_group<0>(o);", f"ptx::wgmma_wait_group<0>(o); if (thread == 0) {{ {_LOAD_V} }}",
@@ -563,8 +565,8 @@ _LOAD_V = "ptx::tma_load_3d(kV, maps.map[2], kBarrier, 0, 0, 0);"
          ("wgmma reads",)),
     ],
     ids=["panels too close", "panels too far", "K-major", "rank", "no swizzle", "K-major step", "no fence",
-         "no wait for S", "wait that allows one", "V overwritten in flight", "V released without a barrier",
-         "stores without a proxy fence"],
+         "no wait for S", "wait that allows one", "P overwritten in flight", "V overwritten in flight",
+         "V released without a barrier", "stores without a proxy fence"],
 )  # fmt: skip
 def test_faults_in_attention_by_wgmma(old: str, new: str, kind: str, words: tuple[str, ...]) -> None:
     with pytest.raises(EmulatorError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from attention_cases import Case
@@ -10,15 +11,28 @@ from attention_cases import Case
 from .faults import Edit, Fault
 
 SM89 = "kernels/attention_sm89.cuh"
+SM90 = "kernels/attention_sm90.cuh"
+UNIT = "kernels/attention_unit_sm90.cuh"
+MATH = "kernels/attention_math_sm90.cuh"
+QUEUE = "kernels/attention_queue.cuh"
 SOFTMAX = "kernels/attention_softmax.cuh"
 TILES = "kernels/attention_tiles.cuh"
 JOIN = "kernels/attention_join.cuh"
 FRAGMENTS = "tile/fragments.cuh"
+CLUSTER = "tile/cluster.cuh"
+LAYOUT = "tile/layout.cuh"
 
 WRONG = "wrong"  # no fault of the machine: the oracle sees it
 
 # Several tiles of queries and of keys, all of them cut off.
 _BASE = Case(2, 140, 150, (4, 2), causal=True, out=True)
+_MEMBERS = ((70, 80), (20, 30), (150, 150))
+# Of sm90: more units for a block than its slots for them, also packed; two blocks that share keys; ordered groups that
+# see fewer tiles of keys than others.
+_UNITS: dict[str, Any] = {"batch": 6, "num_q": 70}
+_PACKED_UNITS = (*_MEMBERS, (0, 40), (33, 60))
+_CLUSTERED: dict[str, Any] = {"batch": 1, "num_q": 290, "num_kv": 330, "heads": (2, 2), "head_dim": 256}
+_UNEQUAL: dict[str, Any] = {"num_q": 180, "num_kv": 300, "head_dim": 128}
 
 
 @dataclass(frozen=True)
@@ -31,13 +45,20 @@ class AttentionFault(Fault):
 
 def _fault(
     name: str, kinds: str, edits: tuple[Edit, ...], words: tuple[str, ...] = (),
-    lengths: tuple[tuple[int, int], ...] = (), **changes: Any,
+    lengths: tuple[tuple[int, int], ...] = (), backend: str = "sm89", **changes: Any,
 ) -> AttentionFault:  # fmt: skip
     case = replace(_BASE, **changes)
-    return AttentionFault(name, "sm89", edits, tuple(kinds.split()), words, attention=case, lengths=lengths)
+    return AttentionFault(name, backend, edits, tuple(kinds.split()), words, attention=case, lengths=lengths)
 
 
-ATTENTION_FAULTS = [
+_sm90 = partial(_fault, backend="sm90")
+
+# Bands of six heads, and a rest of two: else all heads of a case are in one. No fault.
+_NARROW = Edit(QUEUE, "(32 << 20) / (S.head_dim() * 4)", "450")
+NARROW_BANDS = [_sm90(f"narrow bands, {n} splits", "", (_NARROW,), num_q=200, num_splits=n) for n in (1, 2)]
+
+
+_SM89_FAULTS = [
     # --- barriers and waits that are missing
     _fault(
         "copies that nobody waits for", "pending-async uninitialized race",
@@ -71,7 +92,7 @@ ATTENTION_FAULTS = [
         (Edit(SM89, "const i32 left = tile.member.num_kv - first;", "const i32 left = S.tile_keys;"),),
     ),
     _fault(
-        "results behind the last query", "bounds race",
+        "results behind the last query", "bounds race read-only",
         (Edit(SM89, "if (query(row) < tile.member.num_q) store_row(row);", "store_row(row);"),),
     ),
     _fault(
@@ -143,12 +164,12 @@ ATTENTION_FAULTS = [
     ),
     _fault(
         "members whose tiles begin too early", WRONG,
-        (Edit(TILES, "/ S.unit_rows() + index;", "/ S.unit_rows();"),), lengths=((70, 80), (20, 30), (150, 150)),
+        (Edit(TILES, " + index;", ";"),), lengths=_MEMBERS,
     ),
     _fault(
         "the keys of the member before", WRONG,
         (Edit(SM89, "const i64 token = tile.member.first_kv + first;", "const i64 token = first;"),),
-        lengths=((70, 80), (20, 30), (150, 150)),
+        lengths=_MEMBERS,
     ),
     _fault(
         "parts that count alike", WRONG,
@@ -158,4 +179,454 @@ ATTENTION_FAULTS = [
         "the first part alone", WRONG,
         (Edit(JOIN, "split < args.num_splits; ++split) {", "split < 1; ++split) {"),), num_splits=2,
     ),
+    _fault(
+        "rows of packed tokens behind the last member are joined too", WRONG,
+        (Edit(JOIN, "clamp_to<i64>(args.cu_seqlens_q[args.batch], 0, args.total_q);", "args.total_q;"),),
+        ("behind the last member",), lengths=_MEMBERS, num_splits=2,
+    ),
 ]  # fmt: skip
+
+_SM90_FAULTS = [
+    # --- units: dealt out, read, given back
+    _sm90(
+        "no fence behind mbarrier.init", "proxy-fence",
+        (Edit(UNIT, "  ptx::fence_mbarrier_init();\n", ""),),
+    ),
+    _sm90(
+        "a unit posted before it is written", "race",
+        (Edit(UNIT, "      tile::store_shared(smem.unit[slots.slot], unit);\n"
+              "      ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_filled[slots.slot]));\n",
+              "      ptx::mbarrier_arrive(ptx::smem_addr(&smem.unit_filled[slots.slot]));\n"
+              "      tile::store_shared(smem.unit[slots.slot], unit);\n"),),
+    ),
+    _sm90(
+        "a unit's slot is taken before it is given back", "race mbarrier",
+        (Edit(UNIT, "      ptx::mbarrier_wait(ptx::smem_addr(&smem.unit_drained[slots.slot]), slots.parity);\n", ""),),
+        **_UNITS,
+    ),
+    _sm90(
+        "the tail warp is not among the readers of a unit", "race mbarrier",
+        (Edit(UNIT, "S.varlen ? 3 : 2", "2"),), lengths=_PACKED_UNITS,
+    ),
+    _sm90(
+        "a reader of units that does not exist", "deadlock",
+        (Edit(UNIT, "S.varlen ? 3 : 2", "3"),), ("attention_unit_sm90.cuh", "schedule"), **_UNITS,
+    ),
+    _sm90(
+        "a unit given back before all lanes have read it", "race",
+        (Edit(CLUSTER, "  ptx::sync_warp();\n  const i32 lane = ptx::lane_index();",
+              "  const i32 lane = ptx::lane_index();"),),
+        **_UNITS,
+    ),
+    _sm90(
+        "a unit given back before its results are stored by it", "race",
+        (Edit(MATH, "    const RowTile unit = tile::load_shared(smem.unit[slot]);\n",
+              "    units.give_back(slot);\n    const RowTile unit = tile::load_shared(smem.unit[slot]);\n"),
+         Edit(MATH, "log2_sum(r); });\n    units.give_back(slot);\n", "log2_sum(r); });\n")), **_UNITS,
+    ),
+    _sm90(
+        "results stored by the next unit", WRONG,
+        (Edit(MATH, "first_scores(scores, [&] { store(slot); });",
+              "first_scores(scores, [&] { store(units.slots.slot); });"),),
+    ),
+    _sm90(
+        "the last unit is not announced", "deadlock",
+        (Edit(UNIT, "  deal(RowTile{});\n", ""),), ("math", "0 of 1 arrivals"),
+    ),
+    # --- queries
+    _sm90(
+        "queries that nobody waits for", "pending-async uninitialized race",
+        (Edit(MATH, "    ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);\n", ""),),
+    ),
+    _sm90(
+        "queries given back while products read them", "pending-async race",
+        (Edit(MATH, "    first_powers(scores, share);\n", "    first_powers(scores, share);\n    release_queries();\n"),
+         Edit(MATH, "    release_queries();\n    wait_for_values();\n", "    wait_for_values();\n")),
+    ),
+    _sm90(
+        "queries loaded before they are given back", "pending-async race mbarrier",
+        (Edit(SM90, "          ptx::mbarrier_wait(ptx::smem_addr(&smem.q_drained[group]), turns.parity);\n", ""),),
+    ),
+    _sm90(
+        "queries given back by the warps of all groups", "deadlock",
+        (Edit(UNIT, "init(smem.q_drained[i], 4)", "init(smem.q_drained[i], kMathWarps)"),),
+        ("queries", "4 of 12 arrivals"),
+    ),
+    _sm90(
+        "a group without keys keeps its queries", "deadlock",
+        (Edit(MATH, "        begin(share);\n        release_queries();\n", "        begin(share);\n"),),
+        ("queries", "0 of 4 arrivals"), **_UNITS,
+    ),
+    _sm90(
+        "the query warp stays in its first phase", "pending-async race mbarrier deadlock",
+        (Edit(SM90, "      ptx::sync_warp();\n      turns.next();\n", "      ptx::sync_warp();\n"),),
+    ),
+    _sm90(
+        "fewer bytes of queries expected than copied", "mbarrier",
+        (Edit(SM90, "kAttentionGroupRows * S.head_dim() * 2);", "kAttentionGroupRows * S.head_dim());"),),
+        ("more than they expected",),
+    ),
+    _sm90(
+        "all groups load the first group's queries", WRONG,
+        (Edit(SM90, "unit.first_query + first_", "unit.first_query + 0 * first_"),),
+    ),
+    _sm90(
+        "in a cluster every block loads the first block's queries", WRONG,
+        (Edit(SM90, "unit.first_query + first_", "unit.first_query + group * kAttentionGroupRows + 0 * first_"),),
+        **_CLUSTERED,
+    ),
+    _sm90(
+        "the queries of a kv head", WRONG,
+        (Edit(SM90, "              unit.head, static", "              unit.kv_head, static"),),
+    ),
+    # --- keys and values
+    _sm90(
+        "keys loaded into a stage in use", "pending-async race mbarrier",
+        (Edit(SM90, "    ptx::mbarrier_wait(ptx::smem_addr(&smem.k_drained[stages.slot]), stages.parity);\n", ""),),
+    ),
+    _sm90(
+        "values loaded into a stage in use", "pending-async race mbarrier",
+        (Edit(SM90, "    ptx::mbarrier_wait(ptx::smem_addr(&smem.v_drained[stages.slot]), stages.parity);\n", ""),),
+    ),
+    _sm90(
+        "the kv warp starts in the math warps' phase", "deadlock",
+        (Edit(SM90, "tile::Ring<S.k_stages>::filler();", "tile::Ring<S.k_stages>::drainer();"),),
+        ("keys and values", "0 of 12 arrivals"),
+    ),
+    _sm90(
+        "the math warps start in the kv warp's phase", "deadlock",
+        (Edit(MATH, "vs = tile::Ring<S.v_stages>::drainer();", "vs = tile::Ring<S.v_stages>::filler();"),),
+    ),
+    _sm90(
+        "the first keys are not waited for", "pending-async uninitialized race",
+        (Edit(MATH, "    wait_for_keys();\n    take_turn();\n    start_scores(scores);",
+              "    take_turn();\n    start_scores(scores);"),),
+    ),
+    _sm90(
+        "the next tile's keys are not waited for", "pending-async uninitialized race",
+        (Edit(MATH, "    if (tile > share.begin) wait_for_keys();\n",
+              "    if (tile > share.begin + 1) wait_for_keys();\n"),), num_kv=500,
+    ),
+    _sm90(
+        "values are not waited for", "pending-async uninitialized race",
+        (Edit(MATH, "    wait_for_values();\n    start_sums(adds);\n    pass_turn();",
+              "    start_sums(adds);\n    pass_turn();"),), causal=False, num_kv=500,
+    ),
+    _sm90(
+        "the last values are not waited for", "pending-async uninitialized race",
+        (Edit(MATH, "    wait_for_values();\n    start_sums(adds);\n    ptx::", "    start_sums(adds);\n    ptx::"),),
+    ),
+    _sm90(
+        "keys given back while the first products read them", "pending-async race",
+        (Edit(MATH, "    ptx::wgmma_wait_group<0>(scores);\n    release_keys();\n",
+              "    release_keys();\n    ptx::wgmma_wait_group<0>(scores);\n"),),
+    ),
+    _sm90(
+        "values given back while the products read them", "pending-async race",
+        (Edit(MATH, "    ptx::wgmma_wait_group<0>(sum);\n    release_values();\n    if",
+              "    release_values();\n    ptx::wgmma_wait_group<0>(sum);\n    if"),),
+        num_kv=500,
+    ),
+    _sm90(
+        "a stage's offset in bytes of half the head", "pending-async race",
+        (Edit(MATH, "S.tile_keys * S.head_dim() * 2 >> 4;", "S.tile_keys * S.head_dim() >> 4;"),),
+    ),
+    _sm90(
+        "the keys of a head of queries", WRONG,
+        (Edit(SM90, "filled, 0, token, panel, unit.kv_head, batch);", "filled, 0, token, panel, unit.head, batch);"),),
+    ),
+    _sm90(
+        "the maps of no keys are prefetched", "tensor-map",
+        (Edit(SM90, "    if (args.total_kv > 0) {", "    if (args.total_kv >= 0) {"),), num_kv=0,
+    ),
+    _sm90(
+        "a unit without keys is loaded", "tensor-map",
+        (Edit(SM90, "if (unit.keys.end > unit.keys.begin) load(unit);", "load(unit);"),), num_kv=0,
+    ),
+    # --- wgmma
+    _sm90(
+        "scores without wgmma.fence", "accumulator",
+        (Edit(MATH, "    const u32 k = k_low + ks.slot * kStageUnits;\n    ptx::wgmma_fence();\n",
+              "    const u32 k = k_low + ks.slot * kStageUnits;\n"),),
+        ("wgmma.fence",),
+    ),
+    _sm90(
+        "sums without wgmma.fence", "accumulator",
+        (Edit(MATH, "    const u32 v = v_low + vs.slot * kStageUnits;\n    ptx::wgmma_fence();\n",
+              "    const u32 v = v_low + vs.slot * kStageUnits;\n"),),
+        ("wgmma.fence",),
+    ),
+    _sm90(
+        "scores that are not committed", "accumulator",
+        (Edit(MATH, "step > 0);\n    ptx::wgmma_commit_group();\n", "step > 0);\n"),),
+    ),
+    _sm90(
+        "sums in flight while others are let go", "accumulator",
+        (Edit(MATH, "ptx::wgmma_wait_group<1>(scores);", "ptx::wgmma_wait_group<2>(scores);"),),
+    ),
+    _sm90(
+        "first scores read in flight", "accumulator",
+        (Edit(MATH, "    ptx::wgmma_wait_group<0>(scores);\n", "    ptx::wgmma_wait_group<1>(scores);\n"),),
+    ),
+    _sm90(
+        "sums scaled in flight", "accumulator",
+        (Edit(MATH, "    ptx::wgmma_wait_group<0>(sum);\n    release_values();\n    if",
+              "    ptx::wgmma_wait_group<1>(sum);\n    release_values();\n    if"),),
+        num_kv=500,
+    ),
+    _sm90(
+        "the last sums read in flight", "accumulator",
+        (Edit(MATH, "    start_sums(adds);\n    ptx::wgmma_wait_group<0>(sum);",
+              "    start_sums(adds);\n    ptx::wgmma_wait_group<1>(sum);"),),
+    ),
+    _sm90(
+        "powers overwritten while products read them", "accumulator",
+        (Edit(MATH, "    if (tile > share.begin) wait_for_keys();\n    ptx::wgmma_wait_group<0>(sum);\n",
+              "    if (tile > share.begin) wait_for_keys();\n    keep_powers(scores);\n"
+              "    ptx::wgmma_wait_group<0>(sum);\n"),),
+        num_kv=500,
+    ),
+    _sm90(
+        "sums added to those of the unit before", WRONG,
+        (Edit(MATH, "step > 0 || adds);", "true);"),),
+    ),
+    _sm90(
+        "sums of the last tile alone", WRONG,
+        (Edit(MATH, "step > 0 || adds);", "step > 0);"),),
+    ),
+    _sm90(
+        "scores added to those of the tile before", WRONG,
+        (Edit(MATH, "KMajor::make(k + tile::k_major_step<S.tile_keys>(step)), step > 0);",
+              "KMajor::make(k + tile::k_major_step<S.tile_keys>(step)), true);"),),
+    ),
+    _sm90(
+        "panels of values half as far apart", "descriptor",
+        (Edit(LAYOUT, "kPanelUnits = static_cast<u32>(kRows * 128) >> 4;",
+              "kPanelUnits = static_cast<u32>(kRows * 64) >> 4;"),),
+        head_dim=128,
+    ),
+    _sm90(
+        "the rank of a block in a descriptor", "descriptor",
+        (Edit(LAYOUT, "return ((smem_addr & 0x3ffffu) >> 4) | (kPanelUnits << 16);",
+              "return (smem_addr >> 4) | (kPanelUnits << 16);"),),
+        **_CLUSTERED,
+    ),
+    # --- turns of ordered groups
+    _sm90(
+        "a turn that is not passed on", "deadlock",
+        (Edit(MATH, "    start_sums(adds);\n    pass_turn();\n", "    start_sums(adds);\n"),),
+    ),
+    _sm90(
+        "a turn passed on without having been taken", "barrier",
+        (Edit(MATH, "    wait_for_keys();\n    take_turn();\n    start_scores(scores);\n    pass",
+              "    wait_for_keys();\n    start_scores(scores);\n    pass"),),
+    ),
+    _sm90(
+        "the last group passes its turn to nobody", "deadlock",
+        (Edit(MATH, "1 + (group + 1) % kGroups, 256", "2 + group, 256"),),
+    ),
+    _sm90(
+        "the first turn is the second group's", "deadlock",
+        (Edit(MATH, "if (group == kGroups - 1) pass_turn();", "if (group == 0) pass_turn();"),),
+    ),
+    _sm90(
+        "skipped tiles without a turn", "deadlock",
+        (Edit(MATH, "      take_turn();\n      pass_turn();\n", ""),), **_UNEQUAL,
+    ),
+    _sm90(
+        "a turn that counts one group's threads", "barrier",
+        (Edit(MATH, "ptx::barrier_sync(1 + group, 256)", "ptx::barrier_sync(1 + group, 128)"),),
+    ),
+    # --- clusters
+    _sm90(
+        "no cluster barrier behind the setup", "cluster",
+        (Edit(SM90, "  tile::sync_blocks<S.cluster>();\n", "  tile::sync_blocks<1>();\n"),), **_CLUSTERED,
+    ),
+    _sm90(
+        "no barrier behind the setup", "race uninitialized mbarrier",
+        (Edit(SM90, "  tile::sync_blocks<S.cluster>();\n", ""),),
+    ),
+    _sm90(
+        "keys given back to the own block alone", "deadlock",
+        (Edit(MATH, "tile::arrive_in_blocks<S.cluster>(ptx::smem_addr(&smem.k_drained",
+              "tile::arrive_in_blocks<1>(ptx::smem_addr(&smem.k_drained"),),
+        ("keys and values", "8 of 16 arrivals"), **_CLUSTERED,
+    ),
+    _sm90(
+        "stages loaded when one block has drained them", "pending-async race mbarrier deadlock",
+        (Edit(UNIT, "init(smem.v_drained[i], kMathWarps * S.cluster);", "init(smem.v_drained[i], kMathWarps);"),),
+        **_CLUSTERED,
+    ),
+    _sm90(
+        "stages filled by as many arrivals as blocks", "deadlock",
+        (Edit(UNIT, "    init(smem.k_filled[i], 1)", "    init(smem.k_filled[i], S.cluster)"),),
+        ("1 of 2 arrivals",), **_CLUSTERED,
+    ),
+    _sm90(
+        "the bytes of the own panels alone", "mbarrier",
+        (Edit(SM90, "ptx::mbarrier_arrive_expect_tx(filled, kTileBytes);",
+              "ptx::mbarrier_arrive_expect_tx(filled, kTileBytes / S.cluster);"),),
+        **_CLUSTERED,
+    ),
+    _sm90(
+        "panels that the other block does not get", "deadlock",
+        (Edit(SM90, "(1u << S.cluster) - 1);", "1u << tile::block_rank<S.cluster>());"),),
+        ("bytes are expected and no copy",), **_CLUSTERED,
+    ),
+    _sm90(
+        "both blocks load the same panels", "pending-async race",
+        (Edit(SM90, "tile::block_rank<S.cluster>() * kPanels;", "0;"),), **_CLUSTERED,
+    ),
+    _sm90(
+        "panels that land in the place of others", "pending-async race",
+        (Edit(SM90, "ptx::smem_addr(&to[panel])", "ptx::smem_addr(&to[0])"),), **_CLUSTERED,
+    ),
+    _sm90(
+        "a block ends before the other has given values back", "cluster",
+        (Edit(SM90, "      tile::drain_ring<S.cluster>(smem.v_drained, vs);\n", ""),), **_CLUSTERED,
+    ),
+    _sm90(
+        "a ring drained but for its last slot", "cluster",
+        (Edit(CLUSTER, "for (i32 i = 0; i < kSlots; ++i, ring.next())",
+              "for (i32 i = 0; i + 1 < kSlots; ++i, ring.next())"),),
+        **_CLUSTERED,
+    ),
+    _sm90(
+        "rows that two groups of a cluster have", "wrong race",
+        (Edit(UNIT, "rank : 3 - rank", "rank : 2 - rank"),), **_CLUSTERED,
+    ),
+    # --- the tail warp
+    _sm90(
+        "the tail of the values is not cleared", WRONG,
+        (Edit(SM90, "        if (values < S.tile_keys) clear_rows(smem.v[stages.slot], values);\n",
+              ""),), lengths=_MEMBERS,
+    ),
+    _sm90(
+        "one row of the tail is not cleared", WRONG,
+        (Edit(SM90, "clear_rows(smem.v[stages.slot], values);",
+              "clear_rows(smem.v[stages.slot], values + 1);"),), lengths=_MEMBERS,
+    ),
+    _sm90(
+        "the last value is cleared", WRONG,
+        (Edit(SM90, "clear_rows(smem.v[stages.slot], values);",
+              "clear_rows(smem.v[stages.slot], values - 1);"),), lengths=_MEMBERS,
+    ),
+    _sm90(
+        "the tail of the first panel alone", WRONG,
+        (Edit(SM90, "panel < S.head_panels; ++panel) {", "panel < 1; ++panel) {"),), lengths=_MEMBERS, head_dim=128,
+    ),
+    _sm90(
+        "a cleared tail without a proxy fence", "proxy-fence",
+        (Edit(SM90, "    ptx::fence_proxy_async();\n", ""),), lengths=_MEMBERS,
+    ),
+    _sm90(
+        "a tail cleared before the values have landed", "pending-async race",
+        (Edit(SM90, "        ptx::mbarrier_wait(ptx::smem_addr(&smem.v_landed[stages.slot]), stages.parity);\n",
+              ""),), lengths=_MEMBERS,
+    ),
+    _sm90(
+        "values that do not come by the tail warp", "deadlock",
+        (Edit(SM90, "S.varlen ? smem.v_landed[stages.slot] : smem.v_filled[stages.slot]",
+              "smem.v_filled[stages.slot]"),), lengths=_MEMBERS,
+    ),
+    # --- what is masked, what is skipped
+    _sm90(
+        "the rightmost tile is not masked", WRONG,
+        (Edit(MATH, "    mask(scores, share, share.end - 1);\n", ""),),
+    ),
+    _sm90(
+        "whole tiles begin with what the last row of the group sees", WRONG,
+        (Edit(MATH, "unit.template full_end<S>(first)",
+              "unit.template full_end<S>(first + kAttentionGroupRows - 1)"),), num_kv=500, head_dim=128,
+    ),
+    _sm90(
+        "one tile too few is masked", WRONG,
+        (Edit(MATH, "tile >= share.first_masked; --tile",
+              "tile > share.first_masked; --tile"),), num_kv=300, head_dim=128,
+    ),
+    _sm90(
+        "tiles that only other groups see are not passed over", "deadlock",
+        (Edit(MATH, "    skip(share.loaded - share.end);\n", ""),), **_UNEQUAL,
+    ),
+    _sm90(
+        "a group without keys passes nothing over", "deadlock",
+        (Edit(MATH, "} else if (share.loaded > share.begin) {", "} else if (false) {"),), **_UNITS,
+    ),
+    _sm90(
+        "passed over keys stay drained once", "deadlock",
+        (Edit(MATH, "      wait_for_values();\n      release_values();\n    }\n", "    }\n"),), **_UNEQUAL,
+    ),
+    # --- which tiles, in which order
+    _sm90(
+        "a turn of the queue that not all take part in is left out", WRONG,
+        (Edit(QUEUE, "if (index < count) deal(at(index));", "if (first + clusters <= count) deal(at(index));"),),
+    ),
+    _sm90(
+        "back from one place too far", WRONG,
+        (Edit(QUEUE, "clusters - 1 - cluster)", "clusters - cluster)"),),
+    ),
+    _sm90(
+        "blocks of a cluster take tiles of their own", WRONG + " deadlock race",
+        (Edit(QUEUE, "ptx::block_index() / S.cluster);", "ptx::block_index());"),), **_CLUSTERED,
+    ),
+    _sm90(
+        "the last band is as wide as the others", WRONG + " bounds race read-only",
+        (_NARROW, Edit(QUEUE, "min_of(band, heads - which * band)", "band")), num_q=200,
+    ),
+    _sm90(
+        "a band without its splits", WRONG + " bounds race read-only",
+        (_NARROW, Edit(QUEUE, "band * row_tiles * num_splits;", "band * row_tiles;")), num_splits=2,
+    ),
+    _sm90(
+        "splits that all are the first", WRONG + " race",
+        (Edit(QUEUE, "static_cast<i32>(rest % num_splits)", "0"),), num_splits=2,
+    ),
+    # --- softmax and results under the products of the next unit
+    _sm90(
+        "softmax opened before the results are stored", WRONG,
+        (Edit(MATH, "      if (has_scores) {\n        begin(share);\n",
+              "      if (has_scores) {\n        begin(share);\n        softmax.open();\n"),),
+    ),
+    _sm90(
+        "pairs of columns that are not exchanged", WRONG,
+        (Edit(MATH, "      transpose_quad(word);\n", ""),),
+    ),
+    _sm90(
+        "a converged exchange behind rows that do not exist", "divergence",
+        (Edit(MATH, "      transpose_quad(word);\n      if (exists)",
+              "      if (exists) transpose_quad(word);\n      if (exists)"),),
+    ),
+    _sm90(
+        "results behind the last query", "bounds race read-only",
+        (Edit(MATH, "if (exists) tile::store_words(", "tile::store_words("),),
+    ),
+    _sm90(
+        "all lanes of a quad store one sum", "race",
+        (Edit(MATH, "if (exists && ptx::lane_index() % 4 == 0)", "if (exists)"),), ("lse",),
+    ),
+    _sm90(
+        "parts behind the last query", "bounds race read-only",
+        (Edit(MATH, "    if (query >= unit.member.num_q) return;\n", ""),), num_splits=2,
+    ),
+    _sm90(
+        "parts of the other row", WRONG,
+        (Edit(MATH, "for (i32 i = 2 * r; i < kSums; i += 4)",
+              "for (i32 i = 2 - 2 * r; i < kSums; i += 4)"),), num_splits=2,
+    ),
+    _sm90(
+        "nobody waits for the kernel ahead", "grid-dependency",
+        (Edit(SM90, "  ptx::grid_dependency_wait();", "  "),),
+    ),
+    _sm90(
+        "global memory before the kernel ahead is done", "grid-dependency",
+        (Edit(SM90, "  ptx::grid_dependency_wait();", "  "),
+         Edit(SM90, "  math.run();\n", "  math.run();\n  ptx::grid_dependency_wait();\n")),
+    ),
+    _sm90(
+        "more registers than the block has", "deadlock",
+        (Edit(SM90, "!kThree ? 232 : S.head_dim() == 64 ? 160 : 152",
+              "!kThree ? 232 : S.head_dim() == 64 ? 168 : 160"),),
+    ),
+]  # fmt: skip
+
+ATTENTION_FAULTS = [*_SM89_FAULTS, *_SM90_FAULTS]

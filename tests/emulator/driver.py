@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import re
 import shutil
@@ -61,6 +62,7 @@ class _Launch(ctypes.Structure):
         ("cluster", ctypes.c_int),
         ("block", ctypes.c_int),
         ("smem_bytes", ctypes.c_int),
+        ("programmatic", ctypes.c_int),
         ("seed", ctypes.c_ulonglong),
         ("trace_file", ctypes.c_char_p),
     ]
@@ -161,6 +163,7 @@ class Emulator:
             cluster=launch["cluster"],
             block=launch["block"],
             smem_bytes=launch["smem_bytes"],
+            programmatic=json.loads(launch["spec"]).get("backend") == "sm90",  # as the op layer launches them
             seed=self.seed,
             trace_file=self.trace_file.encode() if self.trace_file else None,
         )

@@ -135,9 +135,10 @@ struct WgmmaOperands {
   bool accumulate;
   WgmmaType type = WgmmaType::e4m3;
   bool b_mn_major = false;
+  i32 sign = 1;  // -1: of e4m3, a is negated
 };
 void wgmma_e4m3(float* d, u64 a, u64 b, i32 n, bool accumulate, At at);
-void wgmma_e4m3(float* d, const u32* a, u64 b, i32 n, bool accumulate, At at);
+void wgmma_e4m3(float* d, const u32* a, i32 sign, u64 b, i32 n, bool accumulate, At at);
 // Of 16-bit elements; with a in registers b is MN-major.
 void wgmma_k16(WgmmaType type, float* d, u64 a, u64 b, i32 n, bool accumulate, At at);
 void wgmma_k16(WgmmaType type, float* d, const u32* a, u64 b, i32 n, bool accumulate, At at);

@@ -27,6 +27,7 @@ struct DkLaunch {
   int cluster;  // blocks that run together
   int block;
   int smem_bytes;
+  int programmatic;         // may start before the kernel ahead of it has ended
   unsigned long long seed;  // 0: one fixed order, copies as late as they may be
   const char* trace_file;   // where events go as JSON lines; null: nowhere
 };

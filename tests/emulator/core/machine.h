@@ -164,6 +164,7 @@ struct Wgmma {
   i32 warps = 0;              // that have issued it
   std::vector<float> values;  // [64][n]: c before, the result after
   std::vector<u8> a;          // [64][32] out of registers; empty: a is in shared memory
+  const u32* fragment[kWarpgroupWarps * kWarp] = {};  // the registers that it came out of
   float* d[kWarpgroupWarps * kWarp] = {};
   i64 ready_time = 0;  // cycles of the timeline: when the last warp has issued it,
   i64 done_time = 0;   // and when the tensor cores are through

@@ -34,6 +34,9 @@ void thread_main() {
            "the thread ends and has not waited for its cp.async" +
                cite("issued at", group.front().place),
            0);
+  if (machine.launch->programmatic != 0 && thread.touched_global && !thread.waited_dependency)
+    fail("grid-dependency",
+         "the thread has touched global memory and ends without griddepcontrol.wait", 0);
   thread.exited = true;
   trace::exit(thread);
   machine.warps[thread.warp()].ready &= ~(1u << thread.lane());

@@ -181,8 +181,8 @@ void require_same(const Wgmma& operation, const WgmmaOperands& mine, i64 previou
   const WgmmaOperands& theirs = operation.operands;
   const bool same_kind = (mine.fragment == nullptr) == (theirs.fragment == nullptr);
   if (same_kind && operation.place == at && mine.a == theirs.a && mine.b == theirs.b &&
-      mine.n == theirs.n && mine.type == theirs.type && mine.accumulate == theirs.accumulate &&
-      previous == operation.previous)
+      mine.n == theirs.n && mine.type == theirs.type && mine.sign == theirs.sign &&
+      mine.accumulate == theirs.accumulate && previous == operation.previous)
     return;
   fail("divergence",
        format("the warps of a warpgroup issue different wgmma: a %llx against %llx, b %llx against "
@@ -238,6 +238,8 @@ void execute(Warpgroup& group, i64 number) {
     read_operand(decode(operands.a, "a", /*mn_major=*/false, operation.place), kRows, a);
   else
     std::memcpy(a, operation.a.data(), sizeof(a));
+  if (operands.sign < 0)
+    for (u8& code : a) code ^= 0x80;
   const Layout b_layout = layout_of_b(operands, operation.place);
   if (operands.b_mn_major)
     read_transposed(b_layout, n, b);
@@ -257,16 +259,37 @@ void execute(Warpgroup& group, i64 number) {
     if (later.previous == number) later.values = operation.values;
 }
 
-// The 16 rows of a that a warp's lanes hold. Source: PTX ISA 8.7, section 9.7.15.5.1, "register
-// fragments".
-void take_fragments(const Warp& warp, i32 quarter, Wgmma& operation) {
-  operation.a.resize(kRows * kStepBytes);
+// The 16 rows of a that a warp's lanes hold. visit(lane, i, bytes): register i of a lane, and where
+// it stands in operation.a. Source: PTX ISA 8.7, section 9.7.15.5.1, "register fragments".
+template <class Visit>
+void for_each_register_of_a(i32 quarter, Wgmma& operation, Visit&& visit) {
   for (i32 lane = 0; lane < kWarp; ++lane)
     for (i32 i = 0; i < 4; ++i) {
       const i32 row = 16 * quarter + lane / 4 + i % 2 * 8;
-      std::memcpy(operation.a.data() + row * kStepBytes + i / 2 * 16 + lane % 4 * 4,
-                  operands_of(warp, lane).fragment + i, 4);
+      visit(lane, i, operation.a.data() + row * kStepBytes + i / 2 * 16 + lane % 4 * 4);
     }
+}
+
+void take_fragments(const Warp& warp, i32 quarter, Wgmma& operation) {
+  operation.a.resize(kRows * kStepBytes);
+  for_each_register_of_a(quarter, operation, [&](i32 lane, i32 i, u8* bytes) {
+    const u32* fragment = operands_of(warp, lane).fragment;
+    operation.fragment[quarter * kWarp + lane] = fragment;
+    std::memcpy(bytes, fragment + i, 4);
+  });
+}
+
+// They belong to the operation until somebody has waited for it.
+void check_fragments(i32 quarter, Wgmma& operation, Place at) {
+  for_each_register_of_a(quarter, operation, [&](i32 lane, i32 i, const u8* bytes) {
+    if (std::memcmp(bytes, operation.fragment[quarter * kWarp + lane] + i, 4) == 0) return;
+    fail("accumulator",
+         format("register %d of operand a in lane %d was overwritten while the wgmma that reads it "
+                "was in flight",
+                i, lane) +
+             cite("the wgmma is at", operation.place),
+         at);
+  });
 }
 
 }  // namespace
@@ -362,6 +385,8 @@ void retire_wgmma(i32 index, i64 target, Place at) {
     if (operation.a.empty())
       for_each_unit(decode(operation.operands.a, "a", /*mn_major=*/false, 0), quarter_of_a(quarter),
                     end);
+    else
+      check_fragments(quarter, operation, at);
     for_each_unit(layout_of_b(operation.operands, 0), part_of_b(operation.operands), end);
     // A later operation in flight on the same accumulators keeps them.
     bool last = true;
@@ -409,8 +434,9 @@ void wgmma_e4m3(float* d, u64 a, u64 b, i32 n, bool accumulate, At at) {
   meet(Meeting::wgmma, reinterpret_cast<u64>(&operands), 0, at);
 }
 
-void wgmma_e4m3(float* d, const u32* a, u64 b, i32 n, bool accumulate, At at) {
-  WgmmaOperands operands{d, 0, b, a, n, accumulate};
+void wgmma_e4m3(float* d, const u32* a, i32 sign, u64 b, i32 n, bool accumulate, At at) {
+  WgmmaOperands operands{
+      .d = d, .a = 0, .b = b, .fragment = a, .n = n, .accumulate = accumulate, .sign = sign};
   meet(Meeting::wgmma, reinterpret_cast<u64>(&operands), 0, at);
 }
 

@@ -120,13 +120,6 @@ inline void wgmma_fence(At at = At::current()) { emulator::meet(Meeting::wgmma_f
 inline void wgmma_commit_group(At at = At::current()) {
   emulator::meet(Meeting::wgmma_commit, 0, 0, at);
 }
-// e4m3 codes, negated where sign is -1.
-struct SignedFragment {
-  u32 word[4];
-  SignedFragment(const u32 (&a)[4], i32 sign) {
-    for (i32 i = 0; i < 4; ++i) word[i] = sign < 0 ? a[i] ^ 0x80808080u : a[i];
-  }
-};
 template <i32 kPending, i32 kCount>
 void wgmma_wait_group(float (&d)[kCount], At at = At::current()) {
   emulator::wgmma_wait_group(kPending, at);
@@ -156,17 +149,17 @@ inline void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumulate,
 template <i32 kSign>
 void wgmma_m64n32k32_e4m3(float (&d)[16], const u32 (&a)[4], u64 b, bool accumulate,
                           At at = At::current()) {
-  emulator::wgmma_e4m3(d, SignedFragment(a, kSign).word, b, 32, accumulate, at);
+  emulator::wgmma_e4m3(d, a, kSign, b, 32, accumulate, at);
 }
 template <i32 kSign>
 void wgmma_m64n64k32_e4m3(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate,
                           At at = At::current()) {
-  emulator::wgmma_e4m3(d, SignedFragment(a, kSign).word, b, 64, accumulate, at);
+  emulator::wgmma_e4m3(d, a, kSign, b, 64, accumulate, at);
 }
 template <i32 kSign>
 void wgmma_m64n128k32_e4m3(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate,
                            At at = At::current()) {
-  emulator::wgmma_e4m3(d, SignedFragment(a, kSign).word, b, 128, accumulate, at);
+  emulator::wgmma_e4m3(d, a, kSign, b, 128, accumulate, at);
 }
 inline void wgmma_m64n64k16_bf16(float (&d)[32], u64 a, u64 b, bool accumulate,
                                  At at = At::current()) {
