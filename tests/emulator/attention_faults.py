@@ -133,6 +133,20 @@ _SM89_FAULTS = [
         (Edit(SOFTMAX, "      maximum = ptx::max_nan(maximum, ptx::shuffle_xor(maximum, mask));\n", "      ;\n"),),
     ),
     _fault(
+        "the greatest exponent of one lane", WRONG,
+        (Edit(SOFTMAX, "value = max_of(value, ptx::shuffle_xor(value, mask));", ";"),),
+    ),
+    _fault(
+        "exponents that stay where they were", WRONG, (Edit(SOFTMAX, "exponents[i] -= greatest;", ";"),),
+    ),
+    _fault(
+        "exponents of the other row move", WRONG,
+        (Edit(SOFTMAX, "if (row_of_element(i) == row) exponents", "if (row_of_element(i) != row) exponents"),),
+    ),
+    _fault(
+        "a reference that is never far", WRONG, (Edit(SOFTMAX, "    far = true;\n", "    far = false;\n"),),
+    ),
+    _fault(
         "the sum of one lane", WRONG,
         (Edit(SOFTMAX, "sum[row] += ptx::shuffle_xor(sum[row], mask);", ";"),),
     ),
