@@ -137,7 +137,8 @@ def test_specs() -> None:
     count = "[] {{ int count = 0; for_each_attention_spec(Backend::{}, [&](const AttentionSpec& s) {{ {} }}); " \
             "return count; }}()"  # fmt: skip
     assertions = [
-        f"{count.format(backend, '++count; (void)s;')} == {number}" for backend, number in (("sm89", 144), ("sm90", 336))
+        f"{count.format(backend, '++count; (void)s;')} == {number}"
+        for backend, number in (("sm89", 144), ("sm90", 336))
     ]
     assertions += [
         f"{count.format(backend, 'count += s.smem_bytes() > limits_of(s.backend).max_smem_bytes;')} == 0"

@@ -143,7 +143,7 @@ ATTENTION_FAULTS = [
     ),
     _fault(
         "members whose tiles begin too early", WRONG,
-        (Edit(TILES, "/ unit_queries<S>(args) + index;", "/ unit_queries<S>(args);"),), lengths=((70, 80), (20, 30), (150, 150)),
+        (Edit(TILES, "(args) + index;", "(args);"),), lengths=((70, 80), (20, 30), (150, 150)),
     ),
     _fault(
         "the keys of the member before", WRONG,

@@ -106,6 +106,8 @@ constexpr i32 attention_num_splits(i64 num_units, i64 num_workers, i64 num_key_t
   const i64 most = min_of<i64>(num_key_tiles / kMinSplitTiles, kMaxKvSplits);
   i64 best = 1, least = ceil_div(num_units, num_workers) * (num_key_tiles + kUnitCost);
   for (i64 splits = 2; splits <= most; ++splits) {
+    const i64 work = num_units * (num_key_tiles + splits * (kUnitCost + kPartCost));
+    if (work >= num_workers * least) break;  // too much even in whole rounds, as all that follow
     const i64 round = ceil_div(num_key_tiles, splits) + kUnitCost + kPartCost;
     const i64 cost = ceil_div(num_units * splits, num_workers) * round + kJoinCost;
     if (cost < least) best = splits, least = cost;
@@ -470,9 +472,8 @@ constexpr AttentionMaps<Map> attention_maps(const AttentionArgs& args, const Att
   v.head_stride = args.v_head_stride;
   v.batch_stride = args.v_batch_stride;
   const i32 share = panels / spec.cluster;
-  return {spec.packs_heads
-              ? q.of_heads<Map>(spec.heads_per_unit(args), spec.group_queries(args))
-              : q.of_head<Map>(kAttentionGroupRows, panels),
+  return {spec.packs_heads ? q.of_heads<Map>(spec.heads_per_unit(args), spec.group_queries(args))
+                           : q.of_head<Map>(kAttentionGroupRows, panels),
           k.of_head<Map>(spec.tile_keys, share), v.of_head<Map>(spec.tile_keys, share)};
 }
 

@@ -1,6 +1,7 @@
-// A math warpgroup of flash attention on Hopper: 64 rows against tiles of keys, right to left. The scores of the next tile and the sums over this one run on the tensor cores
-// together, softmax under the sums, and the first scores of a unit while the results of the one
-// before are stored. Powers stay in registers as the first operand.
+// A math warpgroup of flash attention on Hopper: 64 rows against tiles of keys, right to left. The
+// scores of the next tile and the sums over this one run on the tensor cores together, softmax
+// under the sums, and the first scores of a unit while the results of the one before are stored.
+// Powers stay in registers as the first operand.
 #pragma once
 
 #include "deep_kernels/contract/attention.h"

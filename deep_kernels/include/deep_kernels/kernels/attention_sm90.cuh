@@ -4,7 +4,9 @@
 //   kv warp           streams tiles of keys and values through two rings, right to left
 //   query warp        loads the queries of every math warpgroup
 //   tail warp         with cu_seqlens: clears the values behind a member's last one
-//   math warpgroups   64 rows each: queries of one head, or of all heads of a kv head (S.packs_heads)
+//   math warpgroups   64 rows each
+//
+// Rows are queries of one head, or with S.packs_heads of all heads of a kv head.
 //
 // The blocks of a cluster (S.cluster) have rows of one head: each loads half of the panels of every
 // tile of keys and values for both, by multicast. A stage is then filled by two kv warps, which
@@ -116,8 +118,8 @@ struct Loader {
   DK_DEVICE i32 group_rows() const { return group_queries<S>(args) * heads_per_unit<S>(args); }
   DK_DEVICE void load_group(const RowTile& unit, i32 group) const {
     const u32 filled = ptx::smem_addr(&smem.q_filled[group]);
-    const i32 token = static_cast<i32>(unit.member.first_q) + unit.first_query +
-                      first_query_of<S>(args, group);
+    const i32 token =
+        static_cast<i32>(unit.member.first_q) + unit.first_query + first_query_of<S>(args, group);
     const i32 batch = static_cast<i32>(unit.member.batch);
     if constexpr (S.packs_heads) {
       constexpr u32 kRowBytes = S.head_dim() * 2;
@@ -135,8 +137,7 @@ struct Loader {
   // Which no copy writes, and the tensor cores read.
   DK_DEVICE void clear_rows_without_query() const {
     DK_NO_UNROLL
-    for (i32 group = 0; group < Smem<S>::kGroups; ++group)
-      clear_rows(smem.q[group], group_rows());
+    for (i32 group = 0; group < Smem<S>::kGroups; ++group) clear_rows(smem.q[group], group_rows());
     ptx::sync_warp();
   }
 

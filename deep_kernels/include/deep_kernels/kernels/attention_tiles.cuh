@@ -6,8 +6,8 @@
 
 namespace deep_kernels::flash {
 
-// What S says of a unit, a constant where it can be: members of S that get Args are compiled as if S
-// were not known.
+// What S says of a unit, a constant where it can be: members of S that get Args are compiled as if
+// S were not known.
 template <AttentionSpec S>
 DK_DEVICE i32 heads_per_unit(const AttentionArgs& args) {
   if constexpr (S.packs_heads) return S.heads_per_unit(args);
