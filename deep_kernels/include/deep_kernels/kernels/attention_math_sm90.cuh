@@ -28,10 +28,8 @@ struct LaneRows {
   const AttentionArgs& args;
   i32 first_query;  // of the group
 
-  // Made anew where heads are packed: a row divided by them would not fit beside the sums.
   DK_DEVICE RowPlace place(i32 r) const {
-    const i32 thread = S.packs_heads ? ptx::fresh_thread_index() : ptx::thread_index();
-    const i32 row = thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * r;
+    const i32 row = ptx::warp_index() % 4 * 16 + lane_row(r);
     const i32 heads = heads_per_unit<S>(args);
     const i32 query = row / heads;
     return {first_query + query, row - query * heads};
