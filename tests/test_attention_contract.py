@@ -136,33 +136,35 @@ def test_specs() -> None:
     """A finite list, each of whose members fits; what does not is refused."""
     count = "[] {{ int count = 0; for_each_attention_spec(Backend::{}, [&](const AttentionSpec& s) {{ {} }}); " \
             "return count; }}()"  # fmt: skip
-    found = f"{count.format('sm89', '++count; (void)s;')}", f"{count.format('sm90', '++count; (void)s;')}"
-    assertions = [f"{found[0]} == 144", f"{found[1]} == 192"]
+    assertions = [
+        f"{count.format(backend, '++count; (void)s;')} == {number}"
+        for backend, number in (("sm89", 144), ("sm90", 336))
+    ]
     assertions += [
         f"{count.format(backend, 'count += s.smem_bytes() > limits_of(s.backend).max_smem_bytes;')} == 0"
         for backend in ("sm89", "sm90")
     ]
-    spec = (
-        "AttentionSpec{{Backend::{}, DType::{}, {}, true, false, false, {}, {}, 0, {}, {}, {}, {}, {}, {}}}.invalid()"
-    )
+    fields = ", ".join(["Backend::{}", "DType::{}", "{}", "true", "false", "false", *3 * ["{}"], "0", *6 * ["{}"]])
+    spec = f"AttentionSpec{{{{{fields}}}}}.invalid()"
     assertions += [
-        f"{spec.format('sm90', 'bfloat16', 4, 250, 99, 128, 64, 3, 2, 1, 'true')} == nullptr",
-        f"{spec.format('sm90', 'bfloat16', 4, 250, 99, 128, 64, 3, 2, 2, 'false')} == nullptr",
+        f"{spec.format('sm90', 'bfloat16', 4, 'true', 250, 99, 128, 64, 3, 2, 1, 'true')} == nullptr",
+        f"{spec.format('sm90', 'bfloat16', 4, 'false', 250, 99, 128, 64, 3, 2, 2, 'false')} == nullptr",
         *(
-            f"{spec.format(*fields, 'false')} != nullptr"
-            for fields in (
-                ("cpu", "bfloat16", 4, 0, 0, 128, 64, 3, 2, 1),
-                ("sm90", "float32", 4, 0, 0, 128, 64, 3, 2, 1),
-                ("sm90", "bfloat16", 3, 0, 0, 128, 64, 3, 2, 1),
-                ("sm90", "bfloat16", 4, 4, 5, 128, 64, 3, 2, 1),
-                ("sm90", "bfloat16", 4, 0, 0, 96, 64, 3, 2, 1),
-                ("sm90", "bfloat16", 4, 0, 0, 128, 72, 3, 2, 1),
-                ("sm90", "bfloat16", 4, 0, 0, 128, 64, 4, 2, 1),
-                ("sm90", "bfloat16", 4, 0, 0, 128, 64, 3, 0, 1),
-                ("sm90", "bfloat16", 4, 0, 0, 128, 64, 3, 2, 3),
-                ("sm90", "bfloat16", 1, 0, 0, 128, 64, 3, 2, 2),
-                ("sm90", "bfloat16", 2, 0, 0, 192, 80, 3, 3, 2),
-                ("sm89", "bfloat16", 4, 0, 0, 64, 32, 2, 2, 2),
+            f"{spec.format(*words, 'false')} != nullptr"
+            for words in (
+                ("cpu", "bfloat16", 4, "false", 0, 0, 128, 64, 3, 2, 1),
+                ("sm90", "float32", 4, "false", 0, 0, 128, 64, 3, 2, 1),
+                ("sm90", "bfloat16", 3, "false", 0, 0, 128, 64, 3, 2, 1),
+                ("sm90", "bfloat16", 4, "false", 4, 5, 128, 64, 3, 2, 1),
+                ("sm90", "bfloat16", 4, "false", 0, 0, 96, 64, 3, 2, 1),
+                ("sm90", "bfloat16", 4, "false", 0, 0, 128, 72, 3, 2, 1),
+                ("sm90", "bfloat16", 4, "false", 0, 0, 128, 64, 4, 2, 1),
+                ("sm90", "bfloat16", 4, "false", 0, 0, 128, 64, 3, 0, 1),
+                ("sm90", "bfloat16", 4, "false", 0, 0, 128, 64, 3, 2, 3),
+                ("sm90", "bfloat16", 1, "false", 0, 0, 128, 64, 3, 2, 2),
+                ("sm90", "bfloat16", 2, "false", 0, 0, 192, 80, 3, 3, 2),
+                ("sm89", "bfloat16", 4, "false", 0, 0, 64, 32, 2, 2, 2),
+                ("sm89", "bfloat16", 4, "true", 0, 0, 64, 32, 2, 2, 1),
             )
         ),
     ]
@@ -173,12 +175,54 @@ def test_maps_say_where_heads_and_panels_lie() -> None:
     maps = (
         "[] { AttentionArgs args{}; args.batch = 3; args.num_q = 50; args.num_kv = 0; args.num_q_heads = 8; "
         "args.num_kv_heads = 2; args.q_token_stride = 1000; args.q_head_stride = 120; args.q_batch_stride = 70000; "
-        "const AttentionSpec spec{Backend::sm90, DType::float16, 2, false, false, false, 0, 0, 0, 192, 80, 3, 3}; "
+        "const AttentionSpec spec{Backend::sm90, DType::float16, 2, false, false, false, %s, 0, 0, 0, 192, 80, 3, 3}; "
         "return attention_maps(args, spec); }()"
     )
-    wanted = {"dims": (64, 50, 2, 8, 3), "strides": (1, 2000, 128, 240, 140_000), "box": (64, 64, 2, 1, 1)}
-    assertions = [
-        f"{maps}.q.{name}[{i}] == {value}" for name, values in wanted.items() for i, value in enumerate(values)
-    ]
-    assertions += [f"{maps}.q.rank == 5", f"{maps}.k.rank == 0", f"{maps}.v.rank == 0"]
+    alone = {"dims": (64, 50, 2, 8, 3), "strides": (1, 2000, 128, 240, 140_000), "box": (64, 64, 2, 1, 1)}
+    packed = {"dims": (64, 8, 50, 2, 3), "strides": (1, 240, 2000, 128, 140_000), "box": (64, 4, 16, 1, 1)}
+    assertions = []
+    for packs, wanted in ((False, alone), (True, packed)):
+        found = maps % boolean(packs)
+        assertions += [
+            f"{found}.q.{name}[{i}] == {value}" for name, values in wanted.items() for i, value in enumerate(values)
+        ]
+        assertions += [f"{found}.q.rank == 5", f"{found}.k.rank == 0", f"{found}.v.rank == 0"]
+    assert failures(assertions) == []
+
+
+def test_units_of_packed_heads() -> None:
+    """What a group of 64 rows, a unit and a call have, where 64 is no multiple of the heads too."""
+    assertions = []
+    for heads, queries, units in ((1, 64, 2), (2, 32, 4), (3, 21, 5), (7, 9, 12), (64, 1, 100)):
+        args = (
+            f"[] {{ AttentionArgs args{{}}; args.batch = 3; args.num_q = 100; args.num_q_heads = {5 * heads}; "
+            "args.num_kv_heads = 5; args.num_splits = 2; return args; }()"
+        )
+        spec = "AttentionSpec{.packs_heads = true, .tile_rows = 64, .cluster = 1}"
+        assertions += [
+            f"{spec}.group_queries({args}) == {queries}",
+            f"with_tile({spec}, {{128, 64, 2, 2, 2, false}}).unit_queries({args}) == {4 * queries}",
+            f"{spec}.num_units({args}) == {units} * 3 * 5 * 2",
+        ]
+    assert failures(assertions) == []
+
+
+def test_how_many_splits() -> None:
+    """(units, workers, tiles of keys, queries) and the parts, of at least four tiles."""
+    assertions = []
+    for arguments, splits in (
+        ((1, 4, 32, 1), 4),
+        ((1, 132, 15, 1), 3),  # no part is too small
+        ((1, 132, 10_000, 1), 127),  # 79 tiles each, as of 128 parts
+        ((8, 132, 103, 1), 15),  # seven tiles each
+        ((66, 132, 100, 64), 2),
+        ((131, 132, 1000, 64), 1),
+        ((132, 132, 10_000, 1), 1),
+        ((144, 132, 103, 1), 4),  # instead of two rounds, the second of 12 units
+        ((144, 132, 103, 17), 1),
+        ((4096, 132, 205, 16_384), 1),
+        ((0, 132, 100, 1), 1),
+        ((8, 132, 0, 1), 1),
+    ):
+        assertions.append(f"attention_num_splits({', '.join(map(str, arguments))}) == {splits}")
     assert failures(assertions) == []

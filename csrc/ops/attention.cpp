@@ -131,14 +131,21 @@ void run_on_cpu(const AttentionCase& wanted, AttentionArgs& args) {
                  choose_ex2(wanted, Backend::cpu, kCpuTileKeys));
 }
 
+// Of the units there may be with cu_seqlens, those that have rows if the longest member is as said.
+i64 num_units_with_rows(const AttentionSpec& spec, const AttentionArgs& args) {
+  const i64 of_member = ceil_div(args.num_q, spec.unit_queries(args)) * spec.unit_heads(args);
+  return min_of(spec.num_units(args), of_member * args.batch);
+}
+
 void run_on_card(const AttentionCall& call, const AttentionCase& wanted, const Place& place,
                  AttentionArgs& args, const AttentionResult& result) {
   check_card_strides(call, result.out);
   const Arch& arch = *place.arch;
   const i32 num_sms = usable_sms(place.device);
   AttentionSpec spec = choose_attention_spec(wanted, arch, /*split=*/false);
-  const i32 num_splits = choose_num_splits(wanted, spec.num_units(args), num_sms / spec.cluster,
-                                           ceil_div<i64>(args.num_kv, spec.tile_keys));
+  const i32 num_splits =
+      choose_num_splits(wanted, num_units_with_rows(spec, args), num_sms / spec.cluster,
+                        ceil_div<i64>(args.num_kv, spec.tile_keys));
   spec.split = num_splits > 1;
   const at::Tensor workspace = set_splits(args, num_splits, wanted.head_dim, place.device);
   if (const i64 units = spec.num_units(args); units > kMaxUnits)

@@ -82,8 +82,8 @@ void check_ex2(const char* op, const Ex2Words& words);
 void check_num_splits(const char* op, const std::optional<int64_t>& num_splits);
 
 Ex2Emulation choose_ex2(const AttentionCase& wanted, Backend backend, i32 tile_keys);
-// As many parts as keep `num_workers` threads or SMs busy; 1 where tiles do.
-i32 choose_num_splits(const AttentionCase& wanted, i64 num_tiles, i64 num_workers,
+// What was asked for, or what keeps `num_workers` threads or SMs busy.
+i32 choose_num_splits(const AttentionCase& wanted, i64 num_units, i64 num_workers,
                       i64 num_key_tiles);
 AttentionSpec choose_attention_spec(const AttentionCase& wanted, const Arch& arch, bool split);
 AttentionJoinSpec choose_attention_join_spec(const AttentionCase& wanted);

@@ -11,9 +11,6 @@ namespace deep_kernels {
 
 namespace {
 
-// Tiles of keys below which a part of them is not worth joining.
-constexpr i64 kMinSplitTiles = 4;
-
 std::optional<int64_t> take_count(CaseReader& reader, const std::string& name) {
   const auto text = reader.take(name);
   if (!text || *text == "None") return std::nullopt;
@@ -26,12 +23,42 @@ Ex2Emulation canonical(const Ex2Words& words, RowFragments fragments) {
   return ex2_canonical(*words.freq, *words.res, words.start_frg.value_or(0), fragments);
 }
 
+i64 heads_per_kv(const AttentionCase& wanted) { return wanted.num_q_heads / wanted.num_kv_heads; }
+
 const Ex2Row& row_of(const AttentionCase& wanted, Backend backend) {
   const Ex2Row* row = find_ex2_row(kEx2Table, backend, wanted.dtype, wanted.head_dim, wanted.causal,
-                                   wanted.num_q_heads / wanted.num_kv_heads, wanted.num_kv);
+                                   heads_per_kv(wanted), wanted.num_kv);
   if (row != nullptr) return *row;
   throw UnsupportedError(
       fmt::format("{}: there are no {} kernels for it yet", kAttentionOp, name_of(backend)));
+}
+
+AttentionTile tile_of(const AttentionCase& wanted, Backend backend, bool packs_heads) {
+  i64 num_rows = wanted.num_q;
+  if (packs_heads) num_rows = min_of(num_rows * heads_per_kv(wanted), kFewRows);
+  return attention_tile(backend, static_cast<i32>(wanted.head_dim), wanted.causal, num_rows);
+}
+
+// Of the longest member and one kv head.
+i64 num_units(const AttentionCase& wanted, const AttentionTile& tile, bool packs_heads) {
+  AttentionArgs args{};
+  args.batch = args.num_kv_heads = args.num_splits = 1;
+  args.num_q = static_cast<i32>(wanted.num_q);
+  args.num_q_heads = static_cast<i32>(heads_per_kv(wanted));
+  AttentionSpec spec{};
+  spec.packs_heads = packs_heads;
+  return with_tile(spec, tile).num_units(args);
+}
+
+// Whether rows of all heads of a kv head, which read its keys together, make at most half as many
+// units. Where the queries of a head fill tiles of their own they do not.
+bool packing_pays(const AttentionCase& wanted, Backend backend) {
+  if (backend != Backend::sm90 || wanted.num_q == 0 || wanted.num_q > kFewRows) return false;
+  if (heads_per_kv(wanted) == 1 || heads_per_kv(wanted) > kAttentionGroupRows) return false;
+  const auto units = [&](bool packs_heads) {
+    return num_units(wanted, tile_of(wanted, backend, packs_heads), packs_heads);
+  };
+  return 2 * units(true) <= units(false);
 }
 
 std::string describe(Ex2Emulation ex2) {
@@ -108,17 +135,15 @@ Ex2Emulation choose_ex2(const AttentionCase& wanted, Backend backend, i32 tile_k
   return canonical(wanted.ex2, attention_fragments(backend, tile_keys));
 }
 
-i32 choose_num_splits(const AttentionCase& wanted, i64 num_tiles, i64 num_workers,
+i32 choose_num_splits(const AttentionCase& wanted, i64 num_units, i64 num_workers,
                       i64 num_key_tiles) {
   if (wanted.num_splits) return static_cast<i32>(*wanted.num_splits);
-  if (num_tiles == 0 || 2 * num_tiles > num_workers) return 1;
-  const i64 most = min_of<i64>(num_key_tiles / kMinSplitTiles, kMaxKvSplits);
-  return static_cast<i32>(clamp_to<i64>(num_workers / num_tiles, 1, max_of<i64>(most, 1)));
+  return attention_num_splits(num_units, num_workers, num_key_tiles, wanted.num_q);
 }
 
 AttentionSpec choose_attention_spec(const AttentionCase& wanted, const Arch& arch, bool split) {
-  const AttentionTile tile =
-      attention_tile(arch.backend, static_cast<i32>(wanted.head_dim), wanted.causal, wanted.num_q);
+  const bool packs_heads = packing_pays(wanted, arch.backend);
+  const AttentionTile tile = tile_of(wanted, arch.backend, packs_heads);
   const Ex2Emulation ex2 = choose_ex2(wanted, arch.backend, tile.keys);
   return with_tile({.backend = arch.backend,
                     .dtype = wanted.dtype,
@@ -126,6 +151,7 @@ AttentionSpec choose_attention_spec(const AttentionCase& wanted, const Arch& arc
                     .causal = wanted.causal,
                     .varlen = wanted.varlen,
                     .split = split,
+                    .packs_heads = packs_heads,
                     .ex2_freq = ex2.freq,
                     .ex2_res = ex2.res,
                     .ex2_start_fragment = ex2.start_fragment},

@@ -29,9 +29,10 @@ _BASE = Case(2, 140, 150, (4, 2), causal=True, out=True)
 _MEMBERS = ((70, 80), (20, 30), (150, 150))
 # Of sm90: more units for a block than its slots for them, also packed; two blocks that share keys; ordered groups that
 # see fewer tiles of keys than others.
-_UNITS: dict[str, Any] = {"batch": 6, "num_q": 70}
+_UNITS: dict[str, Any] = {"batch": 6, "num_q": 200}
 _PACKED_UNITS = (*_MEMBERS, (0, 40), (33, 60))
 _CLUSTERED: dict[str, Any] = {"batch": 1, "num_q": 290, "num_kv": 330, "heads": (2, 2), "head_dim": 256}
+_PACKED: dict[str, Any] = {"num_q": 20, "num_kv": 133, "heads": (14, 2)}  # rows without a query, two units for a head
 _UNEQUAL: dict[str, Any] = {"num_q": 180, "num_kv": 300, "head_dim": 128}
 
 
@@ -178,7 +179,7 @@ _SM89_FAULTS = [
     ),
     _fault(
         "members whose tiles begin too early", WRONG,
-        (Edit(TILES, " + index;", ";"),), lengths=_MEMBERS,
+        (Edit(TILES, "(args) + index;", "(args);"),), lengths=_MEMBERS,
     ),
     _fault(
         "the keys of the member before", WRONG,
@@ -291,7 +292,7 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "the queries of a kv head", WRONG,
-        (Edit(SM90, "              unit.head, static", "              unit.kv_head, static"),),
+        (Edit(SM90, "token, 0, unit.head,", "token, 0, unit.kv_head,"),),
     ),
     # --- keys and values
     _sm90(
@@ -620,12 +621,57 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "parts behind the last query", "bounds race read-only",
-        (Edit(MATH, "    if (query >= unit.member.num_q) return;\n", ""),), num_splits=2,
+        (Edit(MATH, "    if (!exists) return;\n", ""),), num_splits=2,
     ),
     _sm90(
         "parts of the other row", WRONG,
         (Edit(MATH, "for (i32 i = 2 * r; i < kSums; i += 4)",
               "for (i32 i = 2 - 2 * r; i < kSums; i += 4)"),), num_splits=2,
+    ),
+    # --- rows of all heads of a kv head
+    _sm90(
+        "rows without a query that hold anything", "uninitialized",
+        (Edit(SM90, "if constexpr (S.packs_heads) clear_rows_without_query();", ""),), **_PACKED,
+    ),
+    _sm90(
+        "cleared rows that the tensor cores may not see", "proxy-fence",
+        (Edit(SM90, "    ptx::fence_proxy_async();\n", ""),), **_PACKED,
+    ),
+    _sm90(
+        "bytes of rows that are not copied", "deadlock",
+        (Edit(SM90, "static_cast<u32>(group_rows()) * kRowBytes", "64u * kRowBytes"),), **_PACKED,
+    ),
+    _sm90(
+        "queries of the next group", WRONG + " race",
+        (Edit(MATH, "num_queries = min_of(num_queries, first_query + group_queries<S>(args));", ";"),), **_PACKED,
+    ),
+    _sm90(
+        "rows that all are of the first head", WRONG + " race", (Edit(MATH, "row - query * heads}", "0}"),), **_PACKED,
+    ),
+    _sm90(
+        "kv heads counted as heads", WRONG + " race",
+        (Edit(TILES, "tile.head = which * heads_per_unit<S>(args);", "tile.head = which;"),), **_PACKED,
+    ),
+    _sm90(
+        "units that begin as far apart as rows", WRONG,
+        (Edit(TILES, "static_cast<i32>(i64{number} * unit_queries<S>(args))",
+              "static_cast<i32>(i64{number} * S.unit_rows())"),), **_PACKED,
+    ),
+    _sm90(
+        "groups that begin as far apart as rows", WRONG,
+        (Edit(UNIT, "group * group_queries<S>(args)", "group * kAttentionGroupRows"),), **_PACKED,
+    ),
+    _sm90(
+        "keys that the first query of a group sees", WRONG,
+        (Edit(MATH, "seen_end<S>(first, group_queries<S>(args))", "seen_end<S>(first, 1)"),), **_PACKED,
+    ),
+    _sm90(
+        "the mask of the first query of a group", WRONG,
+        (Edit(MATH, "unit.first_query + rows.place(r).query,", "unit.first_query + rows.first_query,"),), **_PACKED,
+    ),
+    _sm90(
+        "a unit for each head", WRONG + " bounds race read-only",
+        (Edit(QUEUE, "static_cast<u32>(S.unit_heads(args));", "static_cast<u32>(args.num_q_heads);"),), **_PACKED,
     ),
     _sm90(
         "nobody waits for the kernel ahead", "grid-dependency",

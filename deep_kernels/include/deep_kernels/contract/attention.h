@@ -93,6 +93,28 @@ constexpr KeyTiles attention_split(i32 split, i32 num_splits, i32 num_kv, i32 ti
   return {each * split + min_of(split, longer), each * (split + 1) + min_of(split + 1, longer)};
 }
 
+// Into how many parts the keys are cut where a call leaves it open: what takes the least time, the
+// fewest of equals. Units go over the workers in rounds; a round costs its tiles of keys and what
+// begins and ends a unit, and parts are written, and read by a launch that joins them, all counted
+// in tiles. Units that fill the card stay whole unless their queries are few: only then they are so
+// small that a last round of a few of them is worth sharing.
+inline constexpr i64 kFewQueries = 16;    // of a member
+inline constexpr i64 kMinSplitTiles = 4;  // of a part
+constexpr i32 attention_num_splits(i64 num_units, i64 num_workers, i64 num_key_tiles, i64 num_q) {
+  constexpr i64 kUnitCost = 2, kPartCost = 2, kJoinCost = 3;
+  if (num_units >= num_workers && num_q > kFewQueries) return 1;
+  const i64 most = min_of<i64>(num_key_tiles / kMinSplitTiles, kMaxKvSplits);
+  i64 best = 1, least = ceil_div(num_units, num_workers) * (num_key_tiles + kUnitCost);
+  for (i64 splits = 2; splits <= most; ++splits) {
+    const i64 work = num_units * (num_key_tiles + splits * (kUnitCost + kPartCost));
+    if (work >= num_workers * least) break;  // too much even in whole rounds, as all that follow
+    const i64 round = ceil_div(num_key_tiles, splits) + kUnitCost + kPartCost;
+    const i64 cost = ceil_div(num_units * splits, num_workers) * round + kJoinCost;
+    if (cost < least) best = splits, least = cost;
+  }
+  return static_cast<i32>(best);
+}
+
 // --- softmax
 // --------------------------------------------------------------------------------------
 
@@ -181,13 +203,15 @@ constexpr Ex2Emulation ex2_canonical(i64 freq, i64 res, i64 start, RowFragments 
 // --------------------------------------------------------------------------------------
 
 inline constexpr i32 kHeadPanel = 64;           // elements: 128 bytes, the widest swizzle
-inline constexpr i32 kAttentionGroupRows = 64;  // queries of a math warpgroup, sm90
+inline constexpr i32 kAttentionGroupRows = 64;  // of a math warpgroup, sm90
+inline constexpr i64 kFewRows = 128;            // of a member, and of any tile that packs heads
 inline constexpr i64 kMaxUnits = 1 << 30;       // of a launch
 
 template <class Map>
 struct AttentionMaps {
-  Map q;  // (64, tokens, head_dim / 64, heads, batch), box (64, 64, head_dim / 64)
-  Map k;  // the same with box (64, tile_keys, head_dim / 64 / cluster)
+  Map q;  // (64, tokens, head_dim / 64, heads, batch), box (64, 64, head_dim / 64), or of a Spec
+          // that packs heads (64, heads, tokens, ..), box (64, heads_per_kv, group_queries)
+  Map k;  // as q without, box (64, tile_keys, head_dim / 64 / cluster)
   Map v;
 };
 
@@ -199,11 +223,14 @@ struct AttentionSpec {
   bool causal;
   bool varlen;  // tokens by cu_seqlens
   bool split;   // writes partial_out and partial_lse
+  // Rows are the queries of all heads of a kv head, heads fastest, sm90: row r of a math warpgroup
+  // is query r / heads_per_kv, and what no whole query fills has no query.
+  bool packs_heads;
   u8 ex2_freq;
   u8 ex2_res;
   u8 ex2_start_fragment;
   // From here on an AttentionTile, see with_tile.
-  u8 tile_rows = 0;  // queries of a block: sm90 64 per math warpgroup, sm89 16 per warp
+  u8 tile_rows = 0;  // of a block: sm90 64 per math warpgroup, sm89 16 per warp
   u8 tile_keys = 0;
   u8 k_stages = 0;
   u8 v_stages = 0;
@@ -220,6 +247,7 @@ struct AttentionSpec {
     visit("causal", causal);
     visit("varlen", varlen);
     visit("split", split);
+    visit("packs_heads", packs_heads);
     visit("ex2_freq", ex2_freq);
     visit("ex2_res", ex2_res);
     visit("ex2_start_fragment", ex2_start_fragment);
@@ -238,7 +266,20 @@ struct AttentionSpec {
     return backend == Backend::sm90 ? 128 * (tile_rows / 64 + 1) : 2 * tile_rows;
   }
   constexpr i32 cluster_size() const { return cluster; }
-  constexpr i32 unit_rows() const { return tile_rows * cluster; }  // of one head, dealt out at once
+  // A unit of work: rows that are dealt out at once.
+  constexpr i32 unit_rows() const { return tile_rows * cluster; }
+  constexpr i32 heads_per_unit(const AttentionArgs& args) const {
+    return packs_heads ? args.heads_per_kv() : 1;
+  }
+  constexpr i32 group_queries(const AttentionArgs& args) const {
+    return kAttentionGroupRows / heads_per_unit(args);
+  }
+  constexpr i32 unit_queries(const AttentionArgs& args) const {
+    return packs_heads ? unit_rows() / kAttentionGroupRows * group_queries(args) : unit_rows();
+  }
+  constexpr i32 unit_heads(const AttentionArgs& args) const {  // units side by side
+    return packs_heads ? args.num_kv_heads : args.num_q_heads;
+  }
   constexpr i32 smem_bytes() const {
     const i32 rows = tile_rows + (k_stages + v_stages) * tile_keys;
     return rows * head_dim() * 2 + (backend == Backend::sm90 ? 1024 : 0);  // barriers, units
@@ -254,12 +295,12 @@ struct AttentionSpec {
     const i32 loops = causal ? 2 : 1;
     return (loops + 2) * (head_dim() / 16) + (loops + 1) * (tile_keys / 16);
   }
-  // Units of rows of one head, which clusters take in turn. With cu_seqlens as many as fit the
-  // totals: what the caller said is the longest member is not relied on.
+  // Units, which clusters take in turn. With cu_seqlens as many as fit the totals: what the caller
+  // said is the longest member is not relied on.
   constexpr i64 num_units(const AttentionArgs& args) const {
-    const i64 rows = varlen ? ceil_div<i64>(args.total_q, unit_rows()) + args.batch
-                            : i64{ceil_div<i32>(args.num_q, unit_rows())} * args.batch;
-    return rows * args.num_q_heads * args.num_splits;
+    const i64 of_head = varlen ? ceil_div<i64>(args.total_q, unit_queries(args)) + args.batch
+                               : i64{ceil_div<i32>(args.num_q, unit_queries(args))} * args.batch;
+    return of_head * unit_heads(args) * args.num_splits;
   }
   constexpr i32 grid(const AttentionArgs& args, i32 num_sms) const {
     return static_cast<i32>(
@@ -281,8 +322,8 @@ struct AttentionSpec {
     if (tile_keys == 0 || tile_keys % 16 != 0 || fragments().length > kMaxFragment)
       return "tile_keys must be a multiple of 16 up to 240";
     if (k_stages == 0 || v_stages == 0) return "k_stages and v_stages must be at least 1";
-    if (backend != Backend::sm90 && (cluster != 1 || ordered))
-      return "cluster must be 1 and ordered false";
+    if (backend != Backend::sm90 && (cluster != 1 || ordered || packs_heads))
+      return "cluster must be 1, ordered and packs_heads false";
     if (cluster != 1 && cluster != 2) return "cluster must be 1 or 2";
     if (cluster == 2 && (head_panels == 1 || tile_rows != 128))
       return "cluster of 2 needs a head_dim of 128 or 256 and tile_rows of 128";
@@ -308,22 +349,48 @@ constexpr AttentionSpec with_tile(AttentionSpec spec, const AttentionTile& tile)
   spec.ordered = tile.ordered;
   return spec;
 }
-// For members of num_q queries at most, 0 if that is not known, by what was measured (H200,
-// 2026-11: benchmarks of a study; sm89: what fits).
-constexpr AttentionTile attention_tile(Backend backend, i32 head_dim, bool causal, i64 num_q) {
+// For members of num_rows rows at most, 0 if that is not known, by what was measured (H200,
+// 2026-11: benchmarks of a study; sm89, and few rows: what fits). The keys of a tile do not depend
+// on the rows: their bits would. Few rows wait for memory, and have all of shared memory for what
+// is on its way.
+constexpr AttentionTile attention_tile(Backend backend, i32 head_dim, bool causal, i64 num_rows) {
   if (backend == Backend::sm89)
     return head_dim == 256 ? AttentionTile{64, 32, 2, 2, 1, false}
                            : AttentionTile{128, 64, 2, 2, 1, false};
-  if (head_dim == 64) return {192, 128, 2, 2, 1, true};
-  if (head_dim == 128) return {192, 80, 3, 3, 1, true};
-  const u8 cluster = num_q > 0 && num_q <= 128 ? 1 : 2;
-  return causal ? AttentionTile{128, 64, 3, 2, cluster, false}
-                : AttentionTile{128, 80, 2, 2, cluster, false};
+  if (num_rows > 0 && num_rows <= 64)
+    return head_dim == 64    ? AttentionTile{64, 128, 7, 6, 1, false}
+           : head_dim == 128 ? AttentionTile{64, 80, 5, 5, 1, false}
+           : causal          ? AttentionTile{64, 64, 3, 3, 1, false}
+                             : AttentionTile{64, 80, 2, 2, 1, false};
+  if (num_rows > 0 && num_rows <= kFewRows)
+    return head_dim == 64    ? AttentionTile{128, 128, 7, 6, 1, true}
+           : head_dim == 128 ? AttentionTile{128, 80, 5, 4, 1, true}
+           : causal          ? AttentionTile{128, 64, 3, 2, 1, false}
+                             : AttentionTile{128, 80, 2, 2, 1, false};
+  return head_dim == 64    ? AttentionTile{192, 128, 2, 2, 1, true}
+         : head_dim == 128 ? AttentionTile{192, 80, 3, 3, 1, true}
+         : causal          ? AttentionTile{128, 64, 3, 2, 2, false}
+                           : AttentionTile{128, 80, 2, 2, 2, false};
 }
 
-// Emulation that is compiled ahead; other values are legal and compiled when they are asked for.
+// Emulation that is compiled ahead, for tiles of few rows none: they wait for memory. Other values
+// are legal and compiled when they are asked for.
 inline constexpr Ex2Emulation kPublishedEx2[] = {{0, 0, 0}, {4, 3, 0}, {14, 6, 0}};
 
+// The Spec with each tile that it may get, of one head and of packed ones.
+template <class Visit>
+constexpr void for_each_attention_tile(AttentionSpec spec, Visit&& visit) {
+  AttentionSpec last{};
+  for (bool packs_heads : {false, true})
+    for (i64 num_rows : {i64{0}, kFewRows, i64{64}}) {
+      if (num_rows == 0 ? packs_heads : !(spec.ex2() == Ex2Emulation{})) continue;
+      spec.packs_heads = packs_heads;
+      spec = with_tile(spec, attention_tile(spec.backend, spec.head_dim(), spec.causal, num_rows));
+      if (spec.invalid() != nullptr || spec == last) continue;
+      visit(spec);
+      last = spec;
+    }
+}
 template <class Visit>
 constexpr void for_each_attention_spec(Backend backend, Visit&& visit) {
   for (DType dtype : {DType::bfloat16, DType::float16})
@@ -331,43 +398,53 @@ constexpr void for_each_attention_spec(Backend backend, Visit&& visit) {
       for (bool causal : {false, true})
         for (bool varlen : {false, true})
           for (bool split : {false, true})
-            for (Ex2Emulation ex2 : kPublishedEx2) {
-              AttentionSpec last{};
-              for (i64 num_q : {0, 1}) {
-                const AttentionSpec spec =
-                    with_tile({.backend = backend,
-                               .dtype = dtype,
-                               .head_panels = panels,
-                               .causal = causal,
-                               .varlen = varlen,
-                               .split = split,
-                               .ex2_freq = ex2.freq,
-                               .ex2_res = ex2.res,
-                               .ex2_start_fragment = ex2.start_fragment},
-                              attention_tile(backend, panels * kHeadPanel, causal, num_q));
-                if (spec.invalid() == nullptr && !(spec == last)) visit(spec);
-                last = spec;
-              }
-            }
+            for (Ex2Emulation ex2 : kPublishedEx2)
+              for_each_attention_tile({.backend = backend,
+                                       .dtype = dtype,
+                                       .head_panels = panels,
+                                       .causal = causal,
+                                       .varlen = varlen,
+                                       .split = split,
+                                       .packs_heads = false,
+                                       .ex2_freq = ex2.freq,
+                                       .ex2_res = ex2.res,
+                                       .ex2_start_fragment = ex2.start_fragment},
+                                      visit);
 }
 
-// Both dtypes have two bytes, and nothing is computed by a copy: zeros beyond the end are alike. Of
-// no tokens there can be no map (rank 0), and nothing asks for one.
-template <class Map>
-constexpr Map attention_map(const u16* base, i64 tokens, i64 heads, i64 batch, i64 token_stride,
-                            i64 head_stride, i64 batch_stride, i32 head_dim, i32 box_tokens,
-                            i32 box_panels) {
-  Map map{};
-  map.base = base;
-  map.type = MapType::bf16_;
-  map.swizzle = Swizzle::b128;
-  const i64 dims[] = {kHeadPanel, tokens, head_dim / kHeadPanel, heads, batch};
-  const i64 strides[] = {1, token_stride, kHeadPanel, head_stride, batch_stride};
-  const i32 box[] = {kHeadPanel, box_tokens, box_panels, 1, 1};
-  set_dimensions(map, dims, strides, sizeof(u16), box);
-  if (tokens == 0) map.rank = 0;
-  return map;
-}
+// A tensor as maps see it, for boxes of its tokens, panels and heads.
+struct MappedTensor {
+  const u16* base;
+  i64 tokens, panels, heads, batch;
+  i64 token_stride, head_stride, batch_stride;
+
+  // Both dtypes have two bytes, and nothing is computed by a copy: zeros beyond the end are alike.
+  // Of no tokens there can be no map (rank 0), and nothing asks for one.
+  template <class Map>
+  constexpr Map map(const i64 (&dims)[5], const i64 (&strides)[5], const i32 (&box)[5]) const {
+    Map map{};
+    map.base = base;
+    map.type = MapType::bf16_;
+    map.swizzle = Swizzle::b128;
+    set_dimensions(map, dims, strides, sizeof(u16), box);
+    if (tokens == 0) map.rank = 0;
+    return map;
+  }
+  // Tokens of one head, panel by panel.
+  template <class Map>
+  constexpr Map of_head(i32 box_tokens, i32 box_panels) const {
+    return map<Map>({kHeadPanel, tokens, panels, heads, batch},
+                    {1, token_stride, kHeadPanel, head_stride, batch_stride},
+                    {kHeadPanel, box_tokens, box_panels, 1, 1});
+  }
+  // Heads of tokens, a panel alone.
+  template <class Map>
+  constexpr Map of_heads(i32 box_heads, i32 box_tokens) const {
+    return map<Map>({kHeadPanel, heads, tokens, panels, batch},
+                    {1, head_stride, token_stride, kHeadPanel, batch_stride},
+                    {kHeadPanel, box_heads, box_tokens, 1, 1});
+  }
+};
 
 template <class Map = MapDescription>
 constexpr AttentionMaps<Map> attention_maps(const AttentionArgs& args, const AttentionSpec& spec) {
@@ -375,18 +452,32 @@ constexpr AttentionMaps<Map> attention_maps(const AttentionArgs& args, const Att
   const i64 batch = packed ? 1 : args.batch;
   const i64 num_q = packed ? args.total_q : args.num_q;
   const i64 num_kv = packed ? args.total_kv : args.num_kv;
-  const i32 dim = spec.head_dim();
   const i32 panels = spec.head_panels;
+  const MappedTensor q{.base = args.q,
+                       .tokens = num_q,
+                       .panels = panels,
+                       .heads = args.num_q_heads,
+                       .batch = batch,
+                       .token_stride = args.q_token_stride,
+                       .head_stride = args.q_head_stride,
+                       .batch_stride = args.q_batch_stride};
+  const MappedTensor k{.base = args.k,
+                       .tokens = num_kv,
+                       .panels = panels,
+                       .heads = args.num_kv_heads,
+                       .batch = batch,
+                       .token_stride = args.k_token_stride,
+                       .head_stride = args.k_head_stride,
+                       .batch_stride = args.k_batch_stride};
+  MappedTensor v = k;
+  v.base = args.v;
+  v.token_stride = args.v_token_stride;
+  v.head_stride = args.v_head_stride;
+  v.batch_stride = args.v_batch_stride;
   const i32 share = panels / spec.cluster;
-  AttentionMaps<Map> maps{};
-  maps.q =
-      attention_map<Map>(args.q, num_q, args.num_q_heads, batch, args.q_token_stride,
-                         args.q_head_stride, args.q_batch_stride, dim, kAttentionGroupRows, panels);
-  maps.k = attention_map<Map>(args.k, num_kv, args.num_kv_heads, batch, args.k_token_stride,
-                              args.k_head_stride, args.k_batch_stride, dim, spec.tile_keys, share);
-  maps.v = attention_map<Map>(args.v, num_kv, args.num_kv_heads, batch, args.v_token_stride,
-                              args.v_head_stride, args.v_batch_stride, dim, spec.tile_keys, share);
-  return maps;
+  return {spec.packs_heads ? q.of_heads<Map>(spec.heads_per_unit(args), spec.group_queries(args))
+                           : q.of_head<Map>(kAttentionGroupRows, panels),
+          k.of_head<Map>(spec.tile_keys, share), v.of_head<Map>(spec.tile_keys, share)};
 }
 
 // --- joining splits

@@ -1,7 +1,7 @@
-// A math warpgroup of flash attention on Hopper: 64 queries of one head against tiles of keys,
-// right to left. The scores of the next tile and the sums over this one run on the tensor cores
-// together, softmax under the sums, and the first scores of a unit while the results of the one
-// before are stored. Powers stay in registers as the first operand.
+// A math warpgroup of flash attention on Hopper: 64 rows against tiles of keys, right to left. The
+// scores of the next tile and the sums over this one run on the tensor cores together, softmax
+// under the sums, and the first scores of a unit while the results of the one before are stored.
+// Powers stay in registers as the first operand.
 #pragma once
 
 #include "deep_kernels/contract/attention.h"
@@ -16,6 +16,32 @@
 
 namespace deep_kernels::flash {
 
+// Which query and head a row is, from the unit's first ones on.
+struct RowPlace {
+  i32 query;
+  i32 head;
+};
+
+// The lane's two rows of a group's 64.
+template <AttentionSpec S>
+struct LaneRows {
+  const AttentionArgs& args;
+  i32 first_query;  // of the group
+
+  DK_DEVICE RowPlace place(i32 r) const {
+    const i32 row = ptx::warp_index() % 4 * 16 + lane_row(r);
+    const i32 heads = heads_per_unit<S>(args);
+    const i32 query = row / heads;
+    return {first_query + query, row - query * heads};
+  }
+  // Whether the group has it, of a unit with so many queries.
+  DK_DEVICE bool has(const RowPlace& place, i32 num_queries) const {
+    if constexpr (S.packs_heads)
+      num_queries = min_of(num_queries, first_query + group_queries<S>(args));
+    return place.query < num_queries;
+  }
+};
+
 // Where the lane's results of a unit go. result(i): element i of the sums, as it is to be stored.
 template <AttentionSpec S>
 struct ResultStore {
@@ -23,26 +49,29 @@ struct ResultStore {
 
   const AttentionArgs& args;
   const RowTile& unit;
-  i32 first_query;  // the lane's row 0; its other one is 8 after
+  const LaneRows<S>& rows;
 
   // log2_sum(r): what becomes the lse. Converged.
   template <class Result, class Log2Sum>
   DK_DEVICE void run(Result&& result, Log2Sum&& log2_sum) const {
     DK_UNROLL
     for (i32 r = 0; r < kLaneRows; ++r) {
-      const i32 query = first_query + 8 * r;
+      const RowPlace place = rows.place(r);
+      const bool exists = rows.has(place, unit.member.num_q - unit.first_query);
+      const i32 head = unit.head + place.head, query = unit.first_query + place.query;
       if constexpr (S.split)
-        store_partial(r, query, result, log2_sum(r));
+        store_partial(r, exists, head, query, result, log2_sum(r));
       else
-        store_whole(r, query, result, log2_sum(r));
+        store_whole(r, exists, head, query, result, log2_sum(r));
     }
   }
 
  private:
   template <class Result>
-  DK_DEVICE void store_partial(i32 r, i32 query, Result& result, float log2_sum) const {
-    if (query >= unit.member.num_q) return;
-    const i64 index = partial_row(args, unit.member, unit.split, unit.head, query);
+  DK_DEVICE void store_partial(i32 r, bool exists, i32 head, i32 query, Result& result,
+                               float log2_sum) const {
+    if (!exists) return;
+    const i64 index = partial_row(args, unit.member, unit.split, head, query);
     if (ptx::lane_index() % 4 == 0) ptx::store_global(args.partial_lse + index, log2_sum);
     float* to = args.partial_out + index * S.head_dim() + lane_column();
     DK_UNROLL
@@ -52,11 +81,10 @@ struct ResultStore {
   }
   // A quad exchanges its pairs of columns, so that every lane has eight neighbours of 32.
   template <class Result>
-  DK_DEVICE void store_whole(i32 r, i32 query, Result& result, float log2_sum) const {
-    const bool exists = query < unit.member.num_q;
-    if (exists && ptx::lane_index() % 4 == 0)
-      store_lse(args, unit.member, unit.head, query, log2_sum);
-    u16* to = out_row(args, unit.member, unit.head, query) + ptx::lane_index() % 4 * 8;
+  DK_DEVICE void store_whole(i32 r, bool exists, i32 head, i32 query, Result& result,
+                             float log2_sum) const {
+    if (exists && ptx::lane_index() % 4 == 0) store_lse(args, unit.member, head, query, log2_sum);
+    u16* to = out_row(args, unit.member, head, query) + ptx::lane_index() % 4 * 8;
     DK_UNROLL
     for (i32 part = 0; part < S.head_dim() / 32; ++part) {
       u32 word[4];
@@ -101,8 +129,8 @@ struct Math {
   const AttentionArgs& args;
   Smem<S>& smem;
   i32 group;
-  i32 lane_query;  // the lane's row 0, from a unit's first query on
-  u32 q_low;       // descriptors of the group's queries, and of stages 0
+  LaneRows<S> rows;
+  u32 q_low;  // descriptors of the group's queries, and of stages 0
   u32 k_low;
   u32 v_low;
   RowSoftmax<S> softmax;
@@ -114,8 +142,7 @@ struct Math {
   tile::Ring<1> turns = tile::Ring<1>::drainer();
 
   DK_DEVICE Math(const AttentionArgs& args, Smem<S>& smem, i32 group)
-      : args(args), smem(smem), group(group) {
-    lane_query = first_row_of<S>(group) + ptx::warp_index() % 4 * 16 + lane_row(0);
+      : args(args), smem(smem), group(group), rows{args, first_query_of<S>(args, group)} {
     q_low = KMajor::low(ptx::smem_addr(&smem.q[group]));
     k_low = KMajor::low(ptx::smem_addr(&smem.k[0]));
     v_low = MnMajor::low(ptx::smem_addr(&smem.v[0]));
@@ -185,16 +212,16 @@ struct Math {
     DK_DEVICE bool sees() const { return end > begin; }
   };
   DK_DEVICE Share share_of(const RowTile& unit) const {
-    const i32 first = first_row_of<S>(group);
+    const i32 first = rows.first_query;
     Share share{};
     share.begin = unit.keys.begin;
-    share.end = unit.template seen_end<S>(first, kAttentionGroupRows);
+    share.end = unit.template seen_end<S>(first, group_queries<S>(args));
     share.loaded = unit.keys.end;
     share.first_masked =
         S.causal ? max_of(unit.template full_end<S>(first), share.begin) : share.end - 1;
     DK_UNROLL
     for (i32 r = 0; r < kLaneRows; ++r)
-      share.visible[r] = attention_visible_end(unit.first_query + lane_query + 8 * r,
+      share.visible[r] = attention_visible_end(unit.first_query + rows.place(r).query,
                                                unit.member.num_q, unit.member.num_kv, S.causal);
     return share;
   }
@@ -296,7 +323,7 @@ struct Math {
     softmax.close();
     const RowTile unit = tile::load_shared(smem.unit[slot]);
     const Divisor divisor[] = {softmax.divisor(0), softmax.divisor(1)};
-    const ResultStore<S> results{args, unit, unit.first_query + lane_query};
+    const ResultStore<S> results{args, unit, rows};
     results.run([&](i32 i) { return divisor[row_of_element(i)].divide(sum[i]); },
                 [&](i32 r) { return softmax.log2_sum(r); });
     units.give_back(slot);

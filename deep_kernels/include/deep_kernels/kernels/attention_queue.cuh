@@ -17,17 +17,18 @@ struct TileQueue {
 
   const AttentionArgs& args;
   u32 row_tiles;  // of a member, or with cu_seqlens of all
-  u32 heads;      // times members where they are alike
+  u32 heads;      // S.unit_heads, times members where they are alike
   u32 band;       // of these
   u32 count;
 
   DK_DEVICE explicit TileQueue(const AttentionArgs& args) : args(args) {
-    heads = static_cast<u32>(args.num_q_heads) * (S.varlen ? 1 : args.batch);
+    heads = static_cast<u32>(S.unit_heads(args)) * (S.varlen ? 1 : args.batch);
     count = static_cast<u32>(S.num_units(args));
     row_tiles = count / heads / args.num_splits;
     const u32 keys = S.varlen ? static_cast<u32>(args.total_kv) : args.num_kv;
     const i64 kv_heads = max_of(kBandKeys / max_of(keys, 1u), 1u);
-    band = static_cast<u32>(min_of<i64>(kv_heads * args.heads_per_kv(), heads));
+    const i32 of_kv_head = S.packs_heads ? 1 : args.heads_per_kv();
+    band = static_cast<u32>(min_of<i64>(kv_heads * of_kv_head, heads));
   }
 
   // deal(tile): of every tile of this cluster.
@@ -53,7 +54,7 @@ struct TileQueue {
     const u32 rank = inside / width;
     const u32 rest = inside - rank * width;
     const u32 head = which * band + rest / num_splits;
-    const u32 num_heads = static_cast<u32>(args.num_q_heads);
+    const u32 num_heads = static_cast<u32>(S.unit_heads(args));
     return make_row_tile<S>(args, static_cast<i32>(head / num_heads),
                             static_cast<i32>(S.causal ? row_tiles - 1 - rank : rank),
                             static_cast<i32>(head % num_heads),

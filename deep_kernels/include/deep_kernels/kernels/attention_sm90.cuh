@@ -4,7 +4,9 @@
 //   kv warp           streams tiles of keys and values through two rings, right to left
 //   query warp        loads the queries of every math warpgroup
 //   tail warp         with cu_seqlens: clears the values behind a member's last one
-//   math warpgroups   64 queries each
+//   math warpgroups   64 rows each
+//
+// Rows are queries of one head, or with S.packs_heads of all heads of a kv head.
 //
 // The blocks of a cluster (S.cluster) have rows of one head: each loads half of the panels of every
 // tile of keys and values for both, by multicast. A stage is then filled by two kv warps, which
@@ -24,9 +26,10 @@
 namespace deep_kernels::flash {
 
 // Three or four warpgroups start with 168 or 128 registers each; what the loading warps give up the
-// math warpgroups take.
+// math warpgroups take. Two have as many as a thread may.
 template <AttentionSpec S>
 struct RoleRegisters {
+  static constexpr bool kMove = Smem<S>::kGroups > 1;
   static constexpr bool kThree = Smem<S>::kGroups == 3;
   static constexpr i32 kMath = !kThree ? 232 : S.head_dim() == 64 ? 160 : 152;
   static constexpr i32 kLoads = !kThree ? 40 : S.head_dim() == 64 ? 32 : 56;
@@ -38,6 +41,7 @@ struct Loader {
   static constexpr i32 kTileBytes = S.tile_keys * S.head_dim() * 2;
   static constexpr i32 kPanels = S.head_panels / S.cluster;  // of a tile, loaded by this block
 
+  const AttentionArgs& args;
   const Maps& maps;
   Smem<S>& smem;
 
@@ -97,23 +101,44 @@ struct Loader {
   }
 
   DK_DEVICE void load_queries() const {
+    if constexpr (S.packs_heads) clear_rows_without_query();
     auto turns = tile::Ring<1>::filler();
     each_unit([&](const RowTile& unit) {
       if (ptx::lane_index() == 0) {
         DK_NO_UNROLL
         for (i32 group = 0; group < Smem<S>::kGroups; ++group) {
-          const u32 filled = ptx::smem_addr(&smem.q_filled[group]);
           ptx::mbarrier_wait(ptx::smem_addr(&smem.q_drained[group]), turns.parity);
-          ptx::mbarrier_arrive_expect_tx(filled, kAttentionGroupRows * S.head_dim() * 2);
-          ptx::tma_load_5d(
-              ptx::smem_addr(&smem.q[group]), maps.q, filled, 0,
-              static_cast<i32>(unit.member.first_q) + unit.first_query + first_row_of<S>(group), 0,
-              unit.head, static_cast<i32>(unit.member.batch));
+          load_group(unit, group);
         }
       }
       ptx::sync_warp();
       turns.next();
     });
+  }
+  DK_DEVICE i32 group_rows() const { return group_queries<S>(args) * heads_per_unit<S>(args); }
+  DK_DEVICE void load_group(const RowTile& unit, i32 group) const {
+    const u32 filled = ptx::smem_addr(&smem.q_filled[group]);
+    const i32 token =
+        static_cast<i32>(unit.member.first_q) + unit.first_query + first_query_of<S>(args, group);
+    const i32 batch = static_cast<i32>(unit.member.batch);
+    if constexpr (S.packs_heads) {
+      constexpr u32 kRowBytes = S.head_dim() * 2;
+      ptx::mbarrier_arrive_expect_tx(filled, static_cast<u32>(group_rows()) * kRowBytes);
+      DK_NO_UNROLL
+      for (i32 panel = 0; panel < S.head_panels; ++panel)
+        ptx::tma_load_5d(ptx::smem_addr(&smem.q[group][panel]), maps.q, filled, 0, unit.head, token,
+                         panel, batch);
+    } else {
+      ptx::mbarrier_arrive_expect_tx(filled, kAttentionGroupRows * S.head_dim() * 2);
+      ptx::tma_load_5d(ptx::smem_addr(&smem.q[group]), maps.q, filled, 0, token, 0, unit.head,
+                       batch);
+    }
+  }
+  // Which no copy writes, and the tensor cores read.
+  DK_DEVICE void clear_rows_without_query() const {
+    DK_NO_UNROLL
+    for (i32 group = 0; group < Smem<S>::kGroups; ++group) clear_rows(smem.q[group], group_rows());
+    ptx::sync_warp();
   }
 
   // Behind a member's last value in memory stands another member's, whose NaN would not vanish when
@@ -130,14 +155,15 @@ struct Loader {
       }
     });
   }
-  template <class Tile>
-  static DK_DEVICE void clear_rows(Tile& tile, i32 first) {
+  // From row `first` on.
+  template <i32 kRows>
+  static DK_DEVICE void clear_rows(u16 (&tile)[S.head_panels][kRows][kHeadPanel], i32 first) {
     DK_NO_UNROLL
     for (i32 panel = 0; panel < S.head_panels; ++panel) {
       const u32 begin = ptx::smem_addr(&tile[panel]);
       constexpr i32 kRowBytes = kHeadPanel * 2;
       DK_NO_UNROLL
-      for (i32 at = first * kRowBytes + 16 * ptx::lane_index(); at < S.tile_keys * kRowBytes;
+      for (i32 at = first * kRowBytes + 16 * ptx::lane_index(); at < kRows * kRowBytes;
            at += 16 * 32)
         ptx::store_shared_x4(begin + static_cast<u32>(at), 0, 0, 0, 0);
     }
@@ -170,8 +196,8 @@ DK_DEVICE void attention_sm90(const AttentionArgs& args, const Maps& maps) {
   tile::sync_blocks<S.cluster>();
 
   if (warp >= kMathWarps) {
-    ptx::set_max_registers_down<Registers::kLoads>();
-    const Loader<S, Maps> loader{maps, smem};
+    if constexpr (Registers::kMove) ptx::set_max_registers_down<Registers::kLoads>();
+    const Loader<S, Maps> loader{args, maps, smem};
     if (warp == kMathWarps) {
       ptx::role("keys and values");
       loader.load_keys_and_values();
@@ -187,7 +213,7 @@ DK_DEVICE void attention_sm90(const AttentionArgs& args, const Maps& maps) {
     }
     return;
   }
-  ptx::set_max_registers_up<Registers::kMath>();
+  if constexpr (Registers::kMove) ptx::set_max_registers_up<Registers::kMath>();
   ptx::role("math");
   Math<S> math(args, smem, warp / 4);
   math.run();

@@ -6,18 +6,36 @@
 
 namespace deep_kernels::flash {
 
-// A tile of queries of one head, S.unit_rows() of them, and what keys a split has for them. Fit for
-// copies of 16 bytes.
+// What S says of a unit, a constant where it can be: members of S that get Args are compiled as if
+// S were not known.
+template <AttentionSpec S>
+DK_DEVICE i32 heads_per_unit(const AttentionArgs& args) {
+  if constexpr (S.packs_heads) return S.heads_per_unit(args);
+  return 1;
+}
+template <AttentionSpec S>
+DK_DEVICE i32 group_queries(const AttentionArgs& args) {
+  if constexpr (S.packs_heads) return S.group_queries(args);
+  return kAttentionGroupRows;
+}
+template <AttentionSpec S>
+DK_DEVICE i32 unit_queries(const AttentionArgs& args) {
+  if constexpr (S.packs_heads) return S.unit_queries(args);
+  return S.unit_rows();
+}
+
+// A tile of queries, unit_queries<S>(args) of them, of one head or of all that share a kv head, and
+// what keys a split has for them. Fit for copies of 16 bytes.
 struct alignas(16) RowTile {
   AttentionMember member;
-  i32 head;
+  i32 head;  // the first one
   i32 kv_head;
   i32 split;
   i32 first_query;  // of the member; there may be no such query
   KeyTiles keys;    // of which some query of the tile sees a key
 
   DK_DEVICE bool exists() const { return first_query >= 0 && first_query < member.num_q; }
-  // Where the key tiles end of which one of `count` rows from the tile's row `first` on sees a key.
+  // Where the key tiles end of which one of `count` queries from the tile's `first` on sees a key.
   template <AttentionSpec S>
   DK_DEVICE i32 seen_end(i32 first, i32 count) const {
     const i32 left = member.num_q - first_query - first;
@@ -26,7 +44,7 @@ struct alignas(16) RowTile {
     const i32 end = attention_visible_end(last_query, member.num_q, member.num_kv, S.causal);
     return clamp_to(static_cast<i32>(ceil_div<i64>(end, S.tile_keys)), keys.begin, keys.end);
   }
-  // Before this key tile, the rows from `first` on see all keys.
+  // Before this key tile, the queries from `first` on see all keys.
   template <AttentionSpec S>
   DK_DEVICE i32 full_end(i32 first) const {
     const i32 query = first_query + first;
@@ -34,12 +52,12 @@ struct alignas(16) RowTile {
   }
 };
 
-// Packed members have their tiles one after the other, from number cu_seqlens_q / rows + index on:
+// Packed members have their tiles one after the other, from cu_seqlens_q / queries + index on:
 // at least as many for each as it needs, and nobody has to add them up.
 template <AttentionSpec S>
 DK_DEVICE i32 first_row_tile(const AttentionArgs& args, i32 index) {
   const i32 total = static_cast<i32>(args.total_q);
-  return clamp_to(args.cu_seqlens_q[index], 0, total) / S.unit_rows() + index;
+  return clamp_to(args.cu_seqlens_q[index], 0, total) / unit_queries<S>(args) + index;
 }
 template <AttentionSpec S>
 DK_DEVICE i32 member_of_row_tile(const AttentionArgs& args, i32 number) {
@@ -52,9 +70,10 @@ DK_DEVICE i32 member_of_row_tile(const AttentionArgs& args, i32 number) {
   return low;
 }
 
-// Tile number `number` of a member, or with cu_seqlens of all of them.
+// Tile number `number` of a member, or with cu_seqlens of all of them; `which` of the
+// S.unit_heads(args) that lie side by side.
 template <AttentionSpec S>
-DK_DEVICE RowTile make_row_tile(const AttentionArgs& args, i32 member, i32 number, i32 head,
+DK_DEVICE RowTile make_row_tile(const AttentionArgs& args, i32 member, i32 number, i32 which,
                                 i32 split) {
   RowTile tile{};
   if constexpr (S.varlen) {
@@ -62,13 +81,13 @@ DK_DEVICE RowTile make_row_tile(const AttentionArgs& args, i32 member, i32 numbe
     number -= first_row_tile<S>(args, member);
   }
   tile.member = attention_member(args, member);
-  tile.head = head;
+  tile.head = which * heads_per_unit<S>(args);
   tile.kv_head = tile.head / args.heads_per_kv();
   tile.split = split;
-  tile.first_query = static_cast<i32>(i64{number} * S.unit_rows());
+  tile.first_query = static_cast<i32>(i64{number} * unit_queries<S>(args));
   if (!tile.exists()) return tile;
   tile.keys = attention_split(split, args.num_splits, tile.member.num_kv, S.tile_keys);
-  tile.keys.end = tile.seen_end<S>(0, S.unit_rows());
+  tile.keys.end = tile.seen_end<S>(0, unit_queries<S>(args));
   return tile;
 }
 
@@ -76,9 +95,10 @@ DK_DEVICE RowTile make_row_tile(const AttentionArgs& args, i32 member, i32 numbe
 // keys in the cache; the last queries, which see most of the keys, come first.
 template <AttentionSpec S>
 DK_DEVICE RowTile row_tile(const AttentionArgs& args, i32 index) {
-  const i32 last = static_cast<i32>(S.num_units(args)) / args.num_q_heads / args.num_splits - 1;
-  const i32 head = index % args.num_q_heads;
-  index /= args.num_q_heads;
+  const i32 heads = S.unit_heads(args);
+  const i32 last = static_cast<i32>(S.num_units(args)) / heads / args.num_splits - 1;
+  const i32 head = index % heads;
+  index /= heads;
   const i32 split = index % args.num_splits;
   const i32 number = last - index / args.num_splits;
   if constexpr (S.varlen) return make_row_tile<S>(args, 0, number, head, split);

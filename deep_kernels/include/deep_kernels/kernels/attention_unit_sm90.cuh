@@ -59,13 +59,14 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// Which 64 of a unit's rows a math warpgroup has. The blocks of a cluster share the keys, and with
-// a causal mask the later rows see more of them: the first and the last 64 go to one block.
+// The first of a unit's queries that a math warpgroup has. The blocks of a cluster share the keys,
+// and with a causal mask the later queries see more of them: the first and the last quarter go to
+// one block.
 template <AttentionSpec S>
-DK_DEVICE i32 first_row_of(i32 group) {
+DK_DEVICE i32 first_query_of(const AttentionArgs& args, i32 group) {
   const i32 rank = tile::block_rank<S.cluster>();
-  if constexpr (S.cluster == 1) return group * kAttentionGroupRows;
-  return (group == 0 ? rank : 3 - rank) * kAttentionGroupRows;
+  if constexpr (S.cluster > 1) group = group == 0 ? rank : 3 - rank;
+  return group * group_queries<S>(args);
 }
 
 // One warp, which finds out in what order the block's units come.
