@@ -264,7 +264,7 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "queries given back by the warps of all groups", "deadlock",
-        (Edit(UNIT, "init(smem.q_drained[i], 4)", "init(smem.q_drained[i], kMathWarps)"),),
+        (Edit(UNIT, "&smem.q_drained[i]), 4)", "&smem.q_drained[i]), kMathWarps)"),),
         ("queries", "4 of 12 arrivals"),
     ),
     _sm90(
@@ -469,16 +469,16 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "stages loaded when one block has drained them", "pending-async race mbarrier deadlock",
-        (Edit(UNIT, "init(smem.v_drained[i], kMathWarps * S.cluster);", "init(smem.v_drained[i], kMathWarps);"),),
+        (Edit(UNIT, "&smem.v_drained[i]), kMathWarps * S.cluster);", "&smem.v_drained[i]), kMathWarps);"),),
         **_CLUSTERED,
     ),
     _sm90(
         "stages filled by as many arrivals as blocks", "deadlock",
-        (Edit(UNIT, "    init(smem.k_filled[i], 1)", "    init(smem.k_filled[i], S.cluster)"),),
+        (Edit(UNIT, "&smem.k_filled[i]), 1)", "&smem.k_filled[i]), S.cluster)"),),
         ("1 of 2 arrivals",), **_CLUSTERED,
     ),
     _sm90(
-        "the bytes of the own panels alone", "mbarrier",
+        "the bytes of the own panels alone", "mbarrier pending-async",
         (Edit(SM90, "ptx::mbarrier_arrive_expect_tx(filled, kTileBytes);",
               "ptx::mbarrier_arrive_expect_tx(filled, kTileBytes / S.cluster);"),),
         **_CLUSTERED,

@@ -38,23 +38,27 @@ template <AttentionSpec S>
 DK_DEVICE void init_barriers(Smem<S>& smem) {
   if (ptx::thread_index() != 0) return;
   constexpr i32 kMathWarps = Smem<S>::kMathWarps;
-  constexpr i32 kReaders = kMathWarps + (S.varlen ? 3 : 2);
-  const auto init = [](u64& barrier, i32 arrivals) {
-    ptx::mbarrier_init(ptx::smem_addr(&barrier), static_cast<u32>(arrivals));
-  };
+  constexpr u32 kReaders = kMathWarps + (S.varlen ? 3 : 2);
   DK_UNROLL
-  for (i32 i = 0; i < Smem<S>::kUnits; ++i)
-    init(smem.unit_filled[i], 1), init(smem.unit_drained[i], kReaders);
+  for (i32 i = 0; i < Smem<S>::kUnits; ++i) {
+    ptx::mbarrier_init(ptx::smem_addr(&smem.unit_filled[i]), 1);
+    ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), kReaders);
+  }
   DK_UNROLL
-  for (i32 i = 0; i < Smem<S>::kGroups; ++i) init(smem.q_filled[i], 1), init(smem.q_drained[i], 4);
+  for (i32 i = 0; i < Smem<S>::kGroups; ++i) {
+    ptx::mbarrier_init(ptx::smem_addr(&smem.q_filled[i]), 1);
+    ptx::mbarrier_init(ptx::smem_addr(&smem.q_drained[i]), 4);
+  }
   DK_UNROLL
-  for (i32 i = 0; i < S.k_stages; ++i)
-    init(smem.k_filled[i], 1), init(smem.k_drained[i], kMathWarps * S.cluster);
+  for (i32 i = 0; i < S.k_stages; ++i) {
+    ptx::mbarrier_init(ptx::smem_addr(&smem.k_filled[i]), 1);
+    ptx::mbarrier_init(ptx::smem_addr(&smem.k_drained[i]), kMathWarps * S.cluster);
+  }
   DK_UNROLL
   for (i32 i = 0; i < S.v_stages; ++i) {
-    init(smem.v_landed[i], 1);
-    init(smem.v_filled[i], 1);
-    init(smem.v_drained[i], kMathWarps * S.cluster);
+    ptx::mbarrier_init(ptx::smem_addr(&smem.v_landed[i]), 1);
+    ptx::mbarrier_init(ptx::smem_addr(&smem.v_filled[i]), 1);
+    ptx::mbarrier_init(ptx::smem_addr(&smem.v_drained[i]), kMathWarps * S.cluster);
   }
   ptx::fence_mbarrier_init();
 }
