@@ -93,8 +93,10 @@ def supported(op: str, arch: str | None = None, **case: Any) -> str | None:
         case: public argument names, and the words format ("fp8", "mxfp8", "mxfp4"), num_heads, head_dim,
             weights_dtype, logits_dtype, clean_logits, compressed, metadata, reduction; with paged ops also block_kv,
             next_n, indices (a bool); with the prefill MLP activation, clamp, alpha, up_offset, scale_fmt, round_bf16,
-            fused, out_dtype, residual (a bool). dtypes are torch dtypes or their names. What is left out has
-            the op's default.
+            fused, out_dtype, residual (a bool); with flash attention dtype, num_q_heads, num_kv_heads, num_q and num_kv
+            (tokens of the longest member: few queries get a kernel of their own, and where num_q is left out it is
+            that of many), causal, num_splits, ex2_emu_freq, ex2_emu_res, ex2_emu_start_frg. dtypes are torch dtypes or
+            their names. What is left out has the op's default.
     Returns:
         One sentence that begins with the op's name, the same that the call itself would raise; None if it runs.
     Raises:

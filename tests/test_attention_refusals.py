@@ -305,6 +305,8 @@ def test_supported_reads_its_case(op: str) -> None:
         ({"head_dim": 96}, "head_dim must be 64, 128 or 256, got 96"),
         ({"num_q_heads": 5, "num_kv_heads": 2}, "num_q_heads must be a positive multiple of num_kv_heads=2, got 5"),
         ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
+        ({"num_q": -1}, "num_q must be at least 0, got -1"),
+        ({"num_kv": -7}, "num_kv must be at least 0, got -7"),
     ):
         assert dk.supported(op, arch="cpu", **wrong) == f"{op}: {words}"
     for wrong, words in (

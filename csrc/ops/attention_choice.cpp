@@ -109,6 +109,10 @@ std::optional<std::string> attention_refusal(const AttentionCase& wanted, Backen
   if (wanted.num_q_heads < 1 || wanted.num_q_heads % wanted.num_kv_heads != 0)
     return fmt::format("num_q_heads must be a positive multiple of num_kv_heads={}, got {}",
                        wanted.num_kv_heads, wanted.num_q_heads);
+  using Tokens = std::pair<const char*, int64_t>;
+  for (const auto& [name, tokens] :
+       {Tokens("num_q", wanted.num_q), Tokens("num_kv", wanted.num_kv)})
+    if (tokens < 0) return fmt::format("{} must be at least 0, got {}", name, tokens);
   if (backend == Backend::sm100)
     return fmt::format("there are no {} kernels for it yet", name_of(backend));
   return std::nullopt;
