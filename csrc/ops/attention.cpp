@@ -159,7 +159,7 @@ void run_on_card(const AttentionCall& call, const AttentionCase& wanted, const P
   run_kernel(arch, place.device, spec, spec.grid(args, num_sms), args, buffers, maps.q, maps.k,
              maps.v);
   if (!spec.split) return;
-  const AttentionJoinSpec join = choose_attention_join_spec(wanted);
+  const AttentionJoinSpec join = choose_attention_join_spec(wanted, arch);
   run_kernel(arch, place.device, join, join.grid(args, num_sms), args, [&] {
     NamedTensors inputs = inputs_of(call);
     inputs.push_back(scratch);

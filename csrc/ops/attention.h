@@ -86,7 +86,7 @@ Ex2Emulation choose_ex2(const AttentionCase& wanted, Backend backend, i32 tile_k
 i32 choose_num_splits(const AttentionCase& wanted, i64 num_units, i64 num_workers,
                       i64 num_key_tiles);
 AttentionSpec choose_attention_spec(const AttentionCase& wanted, const Arch& arch, bool split);
-AttentionJoinSpec choose_attention_join_spec(const AttentionCase& wanted);
+AttentionJoinSpec choose_attention_join_spec(const AttentionCase& wanted, const Arch& arch);
 
 // What a case gets, for the tuner. Words that mean the same set emulate the same elements.
 struct Ex2Choice {

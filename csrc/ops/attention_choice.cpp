@@ -178,8 +178,8 @@ Ex2Choice describe_ex2_choice(const AttentionCase& wanted, const std::optional<A
   return choice;
 }
 
-AttentionJoinSpec choose_attention_join_spec(const AttentionCase& wanted) {
-  return {.backend = Backend::sm89,
+AttentionJoinSpec choose_attention_join_spec(const AttentionCase& wanted, const Arch& arch) {
+  return {.backend = arch.backend,
           .dtype = wanted.dtype,
           .head_panels = static_cast<u8>(wanted.head_dim / kHeadPanel)};
 }

@@ -151,7 +151,7 @@ std::vector<BuildReport> attention_prepare(CaseReader& reader, const Arch& arch)
   if (may_not) reports.push_back(build(arch.target, choose_attention_spec(wanted, arch, false)));
   if (!may_split) return reports;
   reports.push_back(build(arch.target, choose_attention_spec(wanted, arch, true)));
-  reports.push_back(build(arch.target, choose_attention_join_spec(wanted)));
+  reports.push_back(build(arch.target, choose_attention_join_spec(wanted, arch)));
   return reports;
 }
 
@@ -238,7 +238,7 @@ std::vector<LegalSpec> legal_specs(const std::string& text) {
   for_each_silu_mul_spec(Backend::sm89, add);
   if (!attention_refusal({}, arch.backend)) {
     for_each_attention_spec(arch.backend, add);
-    for_each_attention_join_spec(Backend::sm89, add);
+    for_each_attention_join_spec(arch.backend, add);
   }
   return specs;
 }

@@ -188,11 +188,19 @@ _SM89_FAULTS = [
     ),
     _fault(
         "parts that count alike", WRONG,
-        (Edit(JOIN, "add(split, weight);", "add(split, 1.0f);"),), num_splits=2,
+        (Edit(JOIN, "add(words[i], weight_of(first + i));", "add(words[i], 0.5f);"),), num_splits=2,
     ),
     _fault(
         "the first part alone", WRONG,
-        (Edit(JOIN, "split < args.num_splits; ++split) {", "split < 1; ++split) {"),), num_splits=2,
+        (Edit(JOIN, "first < args.num_splits; first += kAhead", "first < 1; first += kAhead"),), num_splits=6, num_kv=600,
+    ),
+    _fault(
+        "parts behind the last one", WRONG + " bounds",
+        (Edit(JOIN, "if (first + i < args.num_splits) ", "", count=2),), num_splits=2,
+    ),
+    _fault(
+        "sums of parts that are not there", WRONG + " bounds",
+        (Edit(JOIN, "split < args.num_splits\n", "split < kMaxKvSplits\n"),), num_splits=2,
     ),
     _fault(
         "rows of packed tokens behind the last member are joined too", WRONG,

@@ -484,7 +484,7 @@ constexpr AttentionMaps<Map> attention_maps(const AttentionArgs& args, const Att
 // -------------------------------------------------------------------------------
 
 struct AttentionJoinSpec {
-  Backend backend;  // sm89: for every card
+  Backend backend;  // sm89, or one that may start before the kernel ahead has ended: sm90
   DType dtype;
   u8 head_panels;
 
@@ -506,7 +506,7 @@ struct AttentionJoinSpec {
   }
   constexpr bool operator==(const AttentionJoinSpec&) const = default;
   constexpr const char* invalid() const {
-    if (backend != Backend::sm89) return "one kernel serves every card";
+    if (backend != Backend::sm89 && backend != Backend::sm90) return "backend must be sm89 or sm90";
     if (dtype == DType::float32) return "dtype must be bfloat16 or float16";
     return head_panels == 1 || head_panels == 2 || head_panels == 4
                ? nullptr

@@ -4,6 +4,7 @@
 #include "deep_kernels/contract/attention.h"
 #include "deep_kernels/kernels/attention_softmax.cuh"
 #include "deep_kernels/ptx/base.cuh"
+#include "deep_kernels/ptx/sm90.cuh"
 
 namespace deep_kernels::flash {
 
@@ -21,44 +22,81 @@ struct RowJoin {
   static constexpr i32 kChunks = kHeadDim / 4;               // of 16 bytes
   static constexpr i32 kLaneChunks = ceil_div(kChunks, 32);  // 32 lie between them
 
+  static constexpr i32 kLaneSplits = kMaxKvSplits / 32;
+  static constexpr i32 kAhead = 4;  // splits that are loaded together: one by one they would wait
+
   const AttentionArgs& args;
   i64 row;
-  float sum;
-  float values[kLaneChunks][4];
+  float weight[kLaneSplits];  // of splits lane + 32 i, 0 where there is none
+  float values[kLaneChunks][4] = {};
 
-  DK_DEVICE float partial_lse(i32 split) const {
-    return ptx::load_global(args.partial_lse + split * args.num_rows() + row);
-  }
-  // A NaN is left out here and gets into the sum.
-  DK_DEVICE float greatest() const {
-    float result = -infinity();
-    for (i32 split = 0; split < args.num_splits; ++split)
-      result = ptx::max(result, partial_lse(split));
-    return result;
-  }
   static DK_DEVICE i32 chunk(i32 i) { return ptx::lane_index() + 32 * i; }
 
-  DK_DEVICE void add(i32 split, float weight) {
+  // Converged. The logarithm of the sum of all splits' sums, by which the weights are to be
+  // divided.
+  DK_DEVICE float weigh() {
+    float most = -infinity();  // a NaN is left out here and gets into the sum
+    DK_UNROLL
+    for (i32 i = 0; i < kLaneSplits; ++i) {
+      const i32 split = ptx::lane_index() + 32 * i;
+      weight[i] = split < args.num_splits
+                      ? ptx::load_global(args.partial_lse + split * args.num_rows() + row)
+                      : -infinity();
+      most = ptx::max(most, weight[i]);
+    }
+    DK_UNROLL
+    for (i32 mask = 1; mask < 32; mask *= 2) most = ptx::max(most, ptx::shuffle_xor(most, mask));
+    const float reference = most == -infinity() ? 0.0f : most;
+    float sum = 0.0f;
+    DK_UNROLL
+    for (i32 i = 0; i < kLaneSplits; ++i) {
+      weight[i] = ptx::ex2_approx_ftz(weight[i] - reference);
+      sum += weight[i];
+    }
+    DK_UNROLL
+    for (i32 mask = 1; mask < 32; mask *= 2) sum += ptx::shuffle_xor(sum, mask);
+    const Divisor divisor(sum);
+    DK_UNROLL
+    for (i32 i = 0; i < kLaneSplits; ++i) weight[i] = divisor.divide(weight[i]);
+    return log2_sum(most, sum);
+  }
+  // Converged.
+  DK_DEVICE float weight_of(i32 split) const {
+    float mine = weight[0];
+    DK_UNROLL
+    for (i32 i = 1; i < kLaneSplits; ++i) mine = split / 32 == i ? weight[i] : mine;
+    return ptx::shuffle(mine, split % 32);
+  }
+  DK_DEVICE void load(u32 (&words)[kLaneChunks][4], i32 split) const {
     const float* from = args.partial_out + (split * args.num_rows() + row) * kHeadDim;
-    sum += weight;
+    DK_UNROLL
+    for (i32 i = 0; i < kLaneChunks; ++i)
+      if (chunk(i) < kChunks) ptx::load_global_x4(words[i], from + 4 * chunk(i));
+  }
+  // A split without keys that the row sees has the weight 0, whatever is multiplied by it.
+  DK_DEVICE void add(const u32 (&words)[kLaneChunks][4], float share) {
     DK_UNROLL
     for (i32 i = 0; i < kLaneChunks; ++i) {
       if (chunk(i) >= kChunks) continue;
-      u32 words[4];
-      ptx::load_global_x4(words, from + 4 * chunk(i));
       DK_UNROLL
-      for (i32 j = 0; j < 4; ++j)
-        values[i][j] = ptx::fma(ptx::float_of(words[j]), weight, values[i][j]);
+      for (i32 j = 0; j < 4; ++j) {
+        const float sum = ptx::fma(ptx::float_of(words[i][j]), share, values[i][j]);
+        values[i][j] = share == 0.0f ? values[i][j] : sum;
+      }
     }
   }
   DK_DEVICE void run() {
-    const float most = greatest();
-    const float reference = most == -infinity() ? 0.0f : most;
-    for (i32 split = 0; split < args.num_splits; ++split) {
-      const float weight = ptx::ex2_approx_ftz(partial_lse(split) - reference);
-      if (weight != 0.0f) add(split, weight);  // 0: without keys that the row sees
+    const float lse = weigh();
+    for (i32 first = 0; first < args.num_splits; first += kAhead) {
+      u32 words[kAhead][kLaneChunks][4];
+      DK_UNROLL
+      for (i32 i = 0; i < kAhead; ++i)
+        if (first + i < args.num_splits) load(words[i], first + i);
+      DK_UNROLL
+      for (i32 i = 0; i < kAhead; ++i)
+        if (first + i < args.num_splits) add(words[i], weight_of(first + i));
     }
-    store(log2_sum(most, sum));
+    store(lse);
   }
 
   DK_DEVICE void store(float log2_sum) const {
@@ -69,16 +107,13 @@ struct RowJoin {
     const i32 query = static_cast<i32>(token - member.batch * args.num_q);
     const i32 head = static_cast<i32>(row % args.num_q_heads);
     if (ptx::lane_index() == 0) store_lse(args, member, head, query, log2_sum);
-    const Divisor divisor(sum);
     u16* to = out_row(args, member, head, query);
     DK_UNROLL
     for (i32 i = 0; i < kLaneChunks; ++i) {
       if (chunk(i) >= kChunks) continue;
-      float shares[4];
-      DK_UNROLL
-      for (i32 j = 0; j < 4; ++j) shares[j] = divisor.divide(values[i][j]);
-      ptx::store_global_x2(to + 4 * chunk(i), rounded_pair<S.dtype>(shares[0], shares[1]),
-                           rounded_pair<S.dtype>(shares[2], shares[3]));
+      const float(&value)[4] = values[i];
+      ptx::store_global_x2(to + 4 * chunk(i), rounded_pair<S.dtype>(value[0], value[1]),
+                           rounded_pair<S.dtype>(value[2], value[3]));
     }
   }
 };
@@ -91,10 +126,11 @@ template <AttentionJoinSpec S>
 DK_DEVICE void attention_join(const AttentionArgs& args) {
   static_assert(S.invalid() == nullptr);
   constexpr i32 kWarps = S.num_threads() / 32;
+  if constexpr (S.backend != Backend::sm89) ptx::grid_dependency_wait();
   const i64 num_rows = flash::num_joined_rows(args);
   for (i64 row = i64{ptx::block_index()} * kWarps + ptx::warp_index(); row < num_rows;
        row += i64{ptx::num_blocks()} * kWarps)
-    flash::RowJoin<S>{.args = args, .row = row, .sum = 0.0f, .values = {}}.run();
+    flash::RowJoin<S>{.args = args, .row = row}.run();
 }
 
 }  // namespace deep_kernels
