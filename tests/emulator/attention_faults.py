@@ -192,7 +192,8 @@ _SM89_FAULTS = [
     ),
     _fault(
         "the first part alone", WRONG,
-        (Edit(JOIN, "first < args.num_splits; first += kAhead", "first < 1; first += kAhead"),), num_splits=6, num_kv=600,
+        (Edit(JOIN, "first < args.num_splits; first += kAhead", "first < 1; first += kAhead"),),
+        num_splits=6, num_kv=600,
     ),
     _fault(
         "parts behind the last one", WRONG + " bounds",
