@@ -7,6 +7,7 @@ parent has used them must call torch.set_num_threads(1) first.
 
 from __future__ import annotations
 
+from . import _built  # noqa: F401 (before all that need the extension)
 from ._runtime import (
     CompileError,
     UnsupportedError,

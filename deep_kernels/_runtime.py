@@ -94,11 +94,12 @@ def supported(op: str, arch: str | None = None, **case: Any) -> str | None:
             weights_dtype, logits_dtype, clean_logits, compressed, metadata, reduction; with paged ops also block_kv,
             next_n, indices (a bool); with the prefill MLP activation, clamp, alpha, up_offset, scale_fmt, round_bf16,
             fused, out_dtype, residual (a bool); with flash attention dtype, num_q_heads, num_kv_heads, num_q and num_kv
-            (tokens of the longest member: few queries get a kernel of their own, and where num_q is left out it is
-            that of many), causal, num_splits, ex2_emu_freq, ex2_emu_res, ex2_emu_start_frg. dtypes are torch dtypes or
+            (tokens of the longest member: few queries get kernels of their own, and where num_q is left out all are
+            prepared), causal, num_splits, ex2_emu_freq, ex2_emu_res, ex2_emu_start_frg. dtypes are torch dtypes or
             their names. What is left out has the op's default.
     Returns:
-        One sentence that begins with the op's name, the same that the call itself would raise; None if it runs.
+        One sentence that begins with the op's name; None if it runs. The call itself says the same, unless it can
+        name the tensor that is not as it must be, which is a ValueError.
     Raises:
         ValueError: no such op, field or word. TypeError: a value of another Python type.
     """
@@ -131,7 +132,7 @@ def prepare(
         raise ValueError(f"prepare: jobs must be 1 or more, got {_number(jobs)}")
     if progress is not None and not callable(progress):
         raise TypeError(f"prepare: progress must be callable or None, got {type(progress).__name__}")
-    if not isinstance(cases, Iterable):
+    if not isinstance(cases, Iterable) or isinstance(cases, Mapping):
         raise TypeError(f"prepare: cases must be an iterable of dicts, got {type(cases).__name__}")
     requests = []
     for case in cases:

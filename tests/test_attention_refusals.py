@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import deep_kernels as dk
+
+pytest_plugins = ("runtime_fixtures",)
 
 CPU = BACKENDS[0]
 OPS = (OP, VARLEN)
@@ -130,9 +133,9 @@ OF_DENSE = (
      "v must be bfloat16 [batch=2, num_kv=50, num_kv_heads=2, head_dim=64], got bfloat16 [2, 50, 1, 64]"),
     ("head-dim", lambda a: {n: a[n][..., :32] for n in "qkv"}, "head_dim of q must be 64, 128 or 256, got 32"),
     ("heads", change("q", lambda x: x[:, :, :3]),
-     "num_q_heads of q must be a positive multiple of num_kv_heads=2, got 3"),
+     "num_q_heads of q [.., tokens, heads, head_dim] must be a positive multiple of num_kv_heads=2, got 3"),
     ("no-q-heads", change("q", lambda x: x[:, :, :0]),
-     "num_q_heads of q must be a positive multiple of num_kv_heads=2, got 0"),
+     "num_q_heads of q [.., tokens, heads, head_dim] must be a positive multiple of num_kv_heads=2, got 0"),
     ("no-kv-heads", lambda a: {n: a[n][:, :, :0] for n in "kv"}, "num_kv_heads of k must be at least 1, got 0"),
     ("out-dtype", out(lambda x: x.float()),
      "out must be bfloat16 [batch=2, num_q=20, num_q_heads=4, head_dim=64], got float32 [2, 20, 4, 64]"),
@@ -274,9 +277,9 @@ def test_grad_is_refused_in_grad_mode_alone(backend: Backend, op: str) -> None:
         ({"fragment": 31}, "fragment must be an even number from 2 to 1048576, got 31"),
         ({"fragment": 2**40}, f"fragment must be an even number from 2 to 1048576, got {2**40}"),
         ({"num_fragments": 0}, "num_fragments must be from 1 to 1048576, got 0"),
-        ({"freq": -4}, "ex2_emu_freq must be at least 0, got -4"),
-        ({"res": 5}, "ex2_emu_res must be from 0 to ex2_emu_freq=4, got 5"),
-        ({"start_frg": -1}, "ex2_emu_start_frg must be at least 0, got -1"),
+        ({"freq": -4}, "freq must be at least 0, got -4"),
+        ({"res": 5}, "res must be from 0 to freq=4, got 5"),
+        ({"start_frg": -1}, "start_frg must be at least 0, got -1"),
         ({"freq": 4.0}, "freq must be an int, got float"),
         ({"start_frg": None}, "start_frg must be an int, got NoneType"),
     ),
@@ -322,3 +325,13 @@ def test_the_table_says_why() -> None:
     rows = [row for row in dk._C.tuning_rows() if row["op"] == OP]
     assert {row["backend"] for row in rows} >= {"cpu", "sm89", "sm90"}
     assert all(row["reason"] for row in rows)
+
+
+def test_kernels_of_all_numbers_of_queries_are_prepared(no_settings: Path, nvrtc: tuple[str, str]) -> None:
+    """Where a case does not say how many: with them a model runs its prefill and its decode without a compiler."""
+    case = {"op": "flash_attn_fwd", "head_dim": 64, "num_q_heads": 3, "num_kv_heads": 1, "num_splits": 1}
+    prepared = {report["entry"] for report in dk.prepare([case], arch="sm_90a")}
+    reports = [dk.prepare([case | {"num_q": num_q}], arch="sm_90a") for num_q in (1, 16, 64, 100, 128, 4096)]
+    assert all(report["origin"] == "cache" for (report,) in reports)
+    wanted = {report["entry"] for (report,) in reports}
+    assert wanted <= prepared and len(wanted) > 2

@@ -141,6 +141,21 @@ def test_wheel_says_what_needs_a_checkout(
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
 
 
+def test_a_package_without_its_extension_says_so(tmp_path: Path) -> None:
+    """As a checkout's, in whose folder somebody who has installed the package starts Python."""
+    package = tmp_path / "deep_kernels"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(Path(deep_kernels.__file__).parent, package, ignore=ignored)
+    command = [sys.executable, "-c", "import deep_kernels"]
+    changed = environment(PYTHONPATH=str(tmp_path))
+    done = subprocess.run(command, cwd=tmp_path, env=changed, text=True, capture_output=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: deep_kernels: {package} must hold a built extension, got none: run scripts/setup.sh if it is a "
+        "checkout's, or leave that checkout to import an installed package"
+    )
+
+
 # --- source archive -----------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,18 @@ def test_the_snippet_of_the_mlp_runs() -> None:
     assert (names["mlp_out"] - expected).norm() < 0.08 * expected.norm(), "two roundings to e4m3, and weights in it"
 
 
+def test_the_snippet_of_attention_runs() -> None:
+    names = after(6)
+    q, k, v, packed = (names[name] for name in ("q", "k", "v", "packed"))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2).float() for x in (q[:, -1:], *(x.repeat_interleave(4, 2) for x in (k, v))))
+    ).transpose(1, 2)
+    assert (names["attended"][:, -1:].float() - wanted).abs().max() < 0.01
+    assert (names["emulated"] - names["attended"]).abs().max() < 0.02 and names["share"] == 0.375
+    alone = deep_kernels.flash_attn_fwd(q[:1, 10:], k[:1, 200:], v[:1, 200:], causal=True)
+    assert torch.equal(packed[10:], alone[0])
+
+
 def test_the_snippet_that_compiles_ahead_runs(no_settings: Path, nvrtc: tuple[str, str]) -> None:
     *_, ahead = fenced(ROOT / "README.md", "python")
     exec(ahead, {"dk": deep_kernels})

@@ -67,7 +67,7 @@ struct AttentionCase {
   int64_t head_dim = 128;
   int64_t num_q_heads = 1;
   int64_t num_kv_heads = 1;
-  int64_t num_q = 0;   // of the longest member; 0: not said, taken for many
+  int64_t num_q = 0;   // of the longest member; 0: not said, a call takes it for many
   int64_t num_kv = 0;  // of the longest member
   bool causal = false;
   bool varlen = false;
@@ -78,7 +78,7 @@ AttentionCase read_attention_case(CaseReader& reader);
 std::optional<std::string> attention_refusal(const AttentionCase& wanted, Backend backend);
 
 // Throws ValueError for words that mean nothing.
-void check_ex2(const char* op, const Ex2Words& words);
+void check_ex2(const char* op, const Ex2Words& words, const char* prefix = "ex2_emu_");
 void check_num_splits(const char* op, const std::optional<int64_t>& num_splits);
 
 Ex2Emulation choose_ex2(const AttentionCase& wanted, Backend backend, i32 tile_keys);
@@ -86,6 +86,9 @@ Ex2Emulation choose_ex2(const AttentionCase& wanted, Backend backend, i32 tile_k
 i32 choose_num_splits(const AttentionCase& wanted, i64 num_units, i64 num_workers,
                       i64 num_key_tiles);
 AttentionSpec choose_attention_spec(const AttentionCase& wanted, const Arch& arch, bool split);
+// That one; where num_q is not said, those of all numbers of queries, each once.
+std::vector<AttentionSpec> attention_specs_of(const AttentionCase& wanted, const Arch& arch,
+                                              bool split);
 AttentionJoinSpec choose_attention_join_spec(const AttentionCase& wanted, const Arch& arch);
 
 // What a case gets, for the tuner. Words that mean the same set emulate the same elements.

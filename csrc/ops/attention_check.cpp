@@ -84,9 +84,10 @@ void check_heads(const char* op, const AttentionProblem& p) {
     throw ValueError(fmt::format("{}: num_kv_heads of k must be at least 1, got 0", op));
   if (!is_known(p.num_q_heads) || !is_known(p.num_kv_heads)) return;
   if (p.num_q_heads == 0 || p.num_q_heads % p.num_kv_heads != 0)
-    throw ValueError(
-        fmt::format("{}: num_q_heads of q must be a positive multiple of num_kv_heads={}, got {}",
-                    op, p.num_kv_heads, p.num_q_heads));
+    throw ValueError(fmt::format(
+        "{}: num_q_heads of q [.., tokens, heads, head_dim] must be a positive multiple of "
+        "num_kv_heads={}, got {}",
+        op, p.num_kv_heads, p.num_q_heads));
 }
 
 void check_scale(const char* op, double scale) {
@@ -96,27 +97,28 @@ void check_scale(const char* op, double scale) {
         "{}: softmax_scale must be a finite float32 greater than 0, got {}", op, scale));
 }
 
-void at_least_0(const char* op, const char* name, const std::optional<int64_t>& value) {
+void at_least_0(const char* op, const std::string& name, const std::optional<int64_t>& value) {
   if (value && *value < 0)
     throw ValueError(fmt::format("{}: {} must be at least 0, got {}", op, name, *value));
 }
 
 }  // namespace
 
-void check_ex2(const char* op, const Ex2Words& words) {
+void check_ex2(const char* op, const Ex2Words& words, const char* prefix) {
   const auto& [freq, res, start] = words;
+  const auto name = [&](const char* word) { return std::string(prefix) + word; };
   if (!freq && (res || start))
-    throw ValueError(fmt::format("{}: ex2_emu_freq must be given with {}={}, got None", op,
-                                 res ? "ex2_emu_res" : "ex2_emu_start_frg", res ? *res : *start));
+    throw ValueError(fmt::format("{}: {} must be given with {}={}, got None", op, name("freq"),
+                                 name(res ? "res" : "start_frg"), res ? *res : *start));
   if (freq && !res)
-    throw ValueError(
-        fmt::format("{}: ex2_emu_res must be given with ex2_emu_freq={}, got None", op, *freq));
-  at_least_0(op, "ex2_emu_freq", freq);
-  at_least_0(op, "ex2_emu_res", res);
-  at_least_0(op, "ex2_emu_start_frg", start);
+    throw ValueError(fmt::format("{}: {} must be given with {}={}, got None", op, name("res"),
+                                 name("freq"), *freq));
+  at_least_0(op, name("freq"), freq);
+  at_least_0(op, name("res"), res);
+  at_least_0(op, name("start_frg"), start);
   if (freq && *freq > 0 && *res > *freq)
-    throw ValueError(
-        fmt::format("{}: ex2_emu_res must be from 0 to ex2_emu_freq={}, got {}", op, *freq, *res));
+    throw ValueError(fmt::format("{}: {} must be from 0 to {}={}, got {}", op, name("res"),
+                                 name("freq"), *freq, *res));
 }
 
 void check_num_splits(const char* op, const std::optional<int64_t>& num_splits) {

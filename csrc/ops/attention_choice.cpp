@@ -1,6 +1,8 @@
 // Which Spec serves flash attention, and the words of a case.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "ops/attention.h"
 #include "ops/attention_table.h"
 #include "ops/checks.h"
@@ -121,7 +123,7 @@ std::optional<std::string> attention_refusal(const AttentionCase& wanted, Backen
 double ex2_emulated_share(const Ex2Words& words, int64_t fragment, int64_t num_fragments) {
   constexpr const char* op = "ex2_emulated_share";
   constexpr int64_t kMost = 1 << 20;
-  check_ex2(op, words);
+  check_ex2(op, words, "");
   if (fragment < 2 || fragment > kMost || fragment % 2 != 0)
     throw ValueError(fmt::format("{}: fragment must be an even number from 2 to {}, got {}", op,
                                  kMost, fragment));
@@ -160,6 +162,18 @@ AttentionSpec choose_attention_spec(const AttentionCase& wanted, const Arch& arc
                     .ex2_res = ex2.res,
                     .ex2_start_fragment = ex2.start_fragment},
                    tile);
+}
+
+std::vector<AttentionSpec> attention_specs_of(const AttentionCase& wanted, const Arch& arch,
+                                              bool split) {
+  std::vector<AttentionSpec> specs = {choose_attention_spec(wanted, arch, split)};
+  if (wanted.num_q > 0) return specs;
+  AttentionCase few = wanted;
+  for (few.num_q = 1; few.num_q <= kFewRows; ++few.num_q)
+    if (const AttentionSpec spec = choose_attention_spec(few, arch, split);
+        std::find(specs.begin(), specs.end(), spec) == specs.end())
+      specs.push_back(spec);
+  return specs;
 }
 
 Ex2Choice describe_ex2_choice(const AttentionCase& wanted, const std::optional<Arch>& arch) {

@@ -148,9 +148,13 @@ std::vector<BuildReport> attention_prepare(CaseReader& reader, const Arch& arch)
   const AttentionCase wanted = read_attention_case(reader);
   const bool may_split = wanted.num_splits != 1, may_not = wanted.num_splits.value_or(1) == 1;
   std::vector<BuildReport> reports;
-  if (may_not) reports.push_back(build(arch.target, choose_attention_spec(wanted, arch, false)));
+  const auto build_all = [&](bool split) {
+    for (const AttentionSpec& spec : attention_specs_of(wanted, arch, split))
+      reports.push_back(build(arch.target, spec));
+  };
+  if (may_not) build_all(false);
   if (!may_split) return reports;
-  reports.push_back(build(arch.target, choose_attention_spec(wanted, arch, true)));
+  build_all(true);
   reports.push_back(build(arch.target, choose_attention_join_spec(wanted, arch)));
   return reports;
 }

@@ -75,6 +75,11 @@ std::optional<FoldTile> forced_tile(const Arch& arch) {
   return forced(kTileVariable, all_tiles(arch),
                 [](const FoldTile& tile) { return word_of(shape_of(tile)); });
 }
+// Those that calls may get.
+std::vector<FoldTile> possible_tiles(const Arch& arch) {
+  if (const auto tile = forced_tile(arch)) return {*tile};
+  return all_tiles(arch);
+}
 
 FoldAlgorithm choose_algorithm(const Arch& arch) {
   if (arch.backend == Backend::sm90) return FoldAlgorithm::one_pass;
@@ -235,12 +240,12 @@ std::vector<TuningRow> silu_tuning() {
 
 std::vector<SiluFoldSpec> silu_fold_specs(const SiluCase& wanted, const Arch& arch) {
   std::vector<SiluFoldSpec> specs;
-  for (const FoldTile& tile : all_tiles(arch)) specs.push_back(fold_spec(wanted, arch, tile));
+  for (const FoldTile& tile : possible_tiles(arch)) specs.push_back(fold_spec(wanted, arch, tile));
   return specs;
 }
 std::vector<BlockGemmSpec> block_gemm_specs(const SiluCase& wanted, const Arch& arch) {
   std::vector<BlockGemmSpec> specs;
-  for (const FoldTile& tile : all_tiles(arch)) specs.push_back(gemm_spec(wanted, arch, tile));
+  for (const FoldTile& tile : possible_tiles(arch)) specs.push_back(gemm_spec(wanted, arch, tile));
   return specs;
 }
 

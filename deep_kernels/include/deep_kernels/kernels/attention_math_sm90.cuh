@@ -237,7 +237,7 @@ struct Math {
     for (i32 step = 0; step < kSumSteps; ++step) powers_as_a<S.dtype>(powers[step], scores, step);
   }
 
-  // Tiles that only other groups of the cluster see.
+  // Tiles that only other groups of the unit see.
   DK_DEVICE void skip(i32 count) {
     DK_NO_UNROLL
     for (i32 i = 0; i < count; ++i) {
