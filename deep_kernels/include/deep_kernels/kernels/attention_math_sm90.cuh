@@ -249,7 +249,7 @@ struct Math {
       release_values();
     }
   }
-  // The queries are there, and tiles that the group does not see behind it.
+  // Waits for the queries, and passes over the tiles that the group does not see.
   DK_DEVICE void begin(const Share& share) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);
     turns.next();
