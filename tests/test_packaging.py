@@ -146,7 +146,7 @@ def test_a_package_without_its_extension_says_so(tmp_path: Path) -> None:
     package = tmp_path / "deep_kernels"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(Path(deep_kernels.__file__).parent, package, ignore=ignored)
-    command = [sys.executable, "-c", "import deep_kernels"]
+    command = [sys.executable, "-S", "-c", "import deep_kernels"]  # without the finder of an editable installation
     changed = environment(PYTHONPATH=str(tmp_path))
     done = subprocess.run(command, cwd=tmp_path, env=changed, text=True, capture_output=True)
     assert done.returncode == 1
