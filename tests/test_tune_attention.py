@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -201,28 +200,14 @@ PLACES = (  # dtype, head_dim, causal, heads per kv head, keys, row
 
 def test_the_choice_follows_a_table_of_unlike_rows(tmp_path: Path) -> None:
     """The library's function on a table where emulation wins somewhere."""
-    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    (tmp_path / "ops").mkdir()
-    (tmp_path / "ops" / "attention_table.h").write_text(table.render(unlike_rows()))
+    text = table.render(unlike_rows())
     facts = [
         f"find_ex2_row(kEx2Table, Backend::sm90, DType::{dtype}, {dim}, {causal}, {heads}, {keys}) == &kEx2Table[{row}]"
         for dtype, dim, causal, heads, keys, row in PLACES
     ]
     facts.append("find_ex2_row(kEx2Table, Backend::sm89, DType::bfloat16, 128, true, 8, 65536) == nullptr")
     facts += ["kEx2Table[0].ex2 == Ex2Emulation{4, 3, 0}", "kEx2Table[1].ex2 == Ex2Emulation{}"]
-    program = "\n".join(f"static_assert({fact});" for fact in facts)
-    source = tmp_path / "find.cpp"
-    source.write_text(f'#include "ops/attention_table.h"\nusing namespace deep_kernels;\n{program}\n')
-    includes = [f"-I{path}" for path in (tmp_path, ROOT / "csrc", ROOT / "deep_kernels" / "include")]
-    done = subprocess.run(
-        [compiler, "-std=c++20", "-Wall", "-Werror", "-fsyntax-only", *includes, source],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    tuner_runs.header_holds("ops/attention_table.h", text, facts, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------ readers
@@ -287,13 +272,7 @@ def test_a_run_that_was_kept_makes_the_table(copy: Path, saved: Path, capsys: py
     tuner_runs.finds_what_was_changed_by_hand("attention", copy, text, capsys)
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    (
-        ([], "tune: a CUDA device is needed, torch sees none"),
-        (["--formats", "fp8"], "tune: --formats is for mqa_logits alone"),
-    ),
-)
+@tuner_runs.by_what_cannot_be_measured
 def test_what_cannot_be_measured(
     copy: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -227,11 +226,7 @@ def test_texts_that_would_not_be_a_cpp_string() -> None:
 
 def test_the_choice_follows_a_table_of_unlike_rows(tmp_path: Path) -> None:
     """The library's functions on a table where the two launches win somewhere, and a tile that is no rule's."""
-    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    (tmp_path / "ops").mkdir()
-    (tmp_path / "ops" / "silu_table.h").write_text(table.render(unlike_rows()))
+    text = table.render(unlike_rows())
     facts = [f"tile_time(kTileRows, Backend::sm90, {{{tile}}}) == {time}" for tile, time in TIMES.items()]
     for columns, tokens, index, fused in PLACES:
         sizes = f"Backend::sm90, {columns}, {tokens}"
@@ -245,17 +240,7 @@ def test_the_choice_follows_a_table_of_unlike_rows(tmp_path: Path) -> None:
         rounds = rounds_of(tile, columns, tokens)
         facts.append(f"fold_rounds({braced}, {tokens}, {-(-columns // 128)}, {NUM_SMS}) == {rounds}")
     facts.append("fold_rounds(TileShape{64, 2}, 64, 48, 1) == 48")
-    program = "\n".join(f"static_assert({fact});" for fact in facts)
-    source = tmp_path / "find.cpp"
-    source.write_text(f'#include "ops/silu_table.h"\nusing namespace deep_kernels;\n{program}\n')
-    includes = [f"-I{path}" for path in (tmp_path, ROOT / "csrc", ROOT / "deep_kernels" / "include")]
-    done = subprocess.run(
-        [compiler, "-std=c++20", "-Wall", "-Werror", "-fsyntax-only", *includes, source],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    tuner_runs.header_holds("ops/silu_table.h", text, facts, tmp_path)
 
 
 TIMES = {"64, 1": 1500, "64, 2": 1000, "192, 2": 0}
@@ -373,13 +358,7 @@ def test_a_run_that_was_kept_makes_the_table(copy: Path, saved: Path, capsys: py
     tuner_runs.finds_what_was_changed_by_hand("silu_fold", copy, text, capsys)
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    (
-        ([], "tune: a CUDA device is needed, torch sees none"),
-        (["--formats", "fp8"], "tune: --formats is for mqa_logits alone"),
-    ),
-)
+@tuner_runs.by_what_cannot_be_measured
 def test_what_cannot_be_measured(
     copy: Path,
     monkeypatch: pytest.MonkeyPatch,

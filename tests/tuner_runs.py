@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from script import ROOT
 
 from deep_kernels.__main__ import main
+
+# Of a tuner that is not that of mqa_logits.
+by_what_cannot_be_measured = pytest.mark.parametrize(
+    ("words", "sentence"),
+    (
+        ([], "tune: a CUDA device is needed, torch sees none"),
+        (["--formats", "fp8"], "tune: --formats is for mqa_logits alone"),
+    ),
+)
+
+
+def header_holds(header: str, text: str, facts: Sequence[str], folder: Path) -> None:
+    """Requires C++ expressions to be true where the header, as the library includes it, has this text."""
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    (folder / header).parent.mkdir()
+    (folder / header).write_text(text)
+    source = folder / "find.cpp"
+    program = "\n".join(f"static_assert({fact});" for fact in facts)
+    source.write_text(f'#include "{header}"\nusing namespace deep_kernels;\n{program}\n')
+    includes = [f"-I{path}" for path in (folder, ROOT / "csrc", ROOT / "deep_kernels" / "include")]
+    command = [compiler, "-std=c++20", "-Wall", "-Werror", "-fsyntax-only", *includes, source]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def makes_the_table(name: str, copy: Path, original: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> str:

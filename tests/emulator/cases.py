@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -170,18 +171,9 @@ class MqaInputs:
         return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
 
 
-@contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
+def environment(name: str, value: str) -> AbstractContextManager[object]:
     """Sets an environment variable within the block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    return mock.patch.dict(os.environ, {name: value})
 
 
 def mqa_schedule(case: MqaCase, inputs: MqaInputs, arch: str) -> Tensor:
