@@ -188,12 +188,6 @@ namespace deep_kernels {
 // clang-format off
 inline constexpr Ex2Row kEx2Table[] = {
 """
-_TAIL = """\
-};
-// clang-format on
-
-}  // namespace deep_kernels
-"""
 _ROW = re.compile(
     rf"    \{{Backend::({'|'.join(BACKENDS)}), (?:\{{\}}|DType::({'|'.join(DTYPES)})), (\d+), (\{{\}}|true|false), "
     rf"(\d+), (\d+), \{{(?:(\d+), (\d+), (\d+))?\}}, {STRING}, {STRING}, ([\d.]+),\n     {STRING}\}},\n"
@@ -203,7 +197,7 @@ _CAUSAL = {None: "{}", False: "false", True: "true"}
 
 def render(rows: Iterable[Ex2Row]) -> str:
     """The text of csrc/ops/attention_table.h."""
-    return _HEAD + "".join(map(_render_row, rows)) + _TAIL
+    return _HEAD + "".join(map(_render_row, rows)) + tuning.TABLE_TAIL
 
 
 def _render_row(row: Ex2Row) -> str:
@@ -225,6 +219,5 @@ def parse(text: str) -> list[Ex2Row]:
         case = backend, dtype or "", int(head_dim), causal_of[causal]
         ex2 = NONE if freq is None else (int(freq), int(res), int(start))
         rows.append(Ex2Row(*case, int(heads), int(num_kv), ex2, gpu, date, float(gain), reason))
-    if render(merged(rows, [])) != text:
-        raise ValueError("the table is not what the tuner writes: it was changed by hand")
+    tuning.require_written(text, render(merged(rows, [])))
     return rows

@@ -100,12 +100,6 @@ namespace deep_kernels {
 // clang-format off
 inline constexpr CleanRow kCleanTable[] = {
 """
-_TAIL = """\
-};
-// clang-format on
-
-}  // namespace deep_kernels
-"""
 _ROW = re.compile(
     rf"    \{{Backend::({'|'.join(BACKENDS)}), Format::({'|'.join(FORMATS)}), Schedule::({'|'.join(SCHEDULES)}), "
     rf"Clean::({'|'.join(PLACEMENTS)}), {STRING}, {STRING}, ([\d.]+),\n     {STRING}\}},\n"
@@ -114,7 +108,7 @@ _ROW = re.compile(
 
 def render(rows: Iterable[CleanRow]) -> str:
     """The text of csrc/ops/mqa_clean_table.h."""
-    return _HEAD + "".join(map(_render_row, rows)) + _TAIL
+    return _HEAD + "".join(map(_render_row, rows)) + tuning.TABLE_TAIL
 
 
 def _render_row(row: CleanRow) -> str:
@@ -131,6 +125,5 @@ def parse(text: str) -> list[CleanRow]:
         CleanRow(backend, format, schedule, placement, gpu, date, float(gain), reason)
         for backend, format, schedule, placement, gpu, date, gain, reason in _ROW.findall(text)
     ]
-    if render(merged([], rows)) != text:
-        raise ValueError("the table is not what the tuner writes: it was changed by hand")
+    tuning.require_written(text, render(merged([], rows)))
     return rows

@@ -272,12 +272,6 @@ _BETWEEN = """\
 };
 inline constexpr FoldRow kFoldRows[] = {
 """
-_TAIL = """\
-};
-// clang-format on
-
-}  // namespace deep_kernels
-"""
 _BACKEND = rf"Backend::({'|'.join(BACKENDS)})"
 _TILE = r"\{(\d+), (\d+)\}"
 _TILE_ROW = re.compile(rf"    \{{{_BACKEND}, {_TILE}, (\d+), {STRING}, {STRING},\n     {STRING}\}},\n")
@@ -290,7 +284,7 @@ _FOLD_ROW = re.compile(
 def render(table: Table) -> str:
     """The text of csrc/ops/silu_table.h."""
     tiles, folds = "".join(map(_render_tile_row, table.tiles)), "".join(map(_render_fold_row, table.folds))
-    return _HEAD + tiles + _BETWEEN + folds + _TAIL
+    return _HEAD + tiles + _BETWEEN + folds + tuning.TABLE_TAIL
 
 
 def _braced(tile: str) -> str:
@@ -332,6 +326,5 @@ def parse(text: str) -> Table:
         tile = _word(tokens, sms)
         folds.append(FoldRow(backend, *sizes, fused == "true", tile, int(num_sms), gpu, date, float(gain), reason))
     table = Table(tiles, folds)
-    if render(merged(table, Table([], []))) != text:
-        raise ValueError("the table is not what the tuner writes: it was changed by hand")
+    tuning.require_written(text, render(merged(table, Table([], []))))
     return table

@@ -20,6 +20,12 @@ Times = dict[str, Any]  # of one card: gpu, date, and what else a tuner keeps of
 Table = TypeVar("Table")
 
 STRING = r'"([^"\\]*)"'  # of a table's row
+TABLE_TAIL = """\
+};
+// clang-format on
+
+}  // namespace deep_kernels
+"""
 
 
 @contextmanager
@@ -55,6 +61,12 @@ class Paired:
         ratios, middle = self.log_ratios(), self.log_ratio()
         deviation = 1.4826 * statistics.median(abs(ratio - middle) for ratio in ratios)
         return math.pi / 2 * deviation**2 / len(ratios)
+
+
+def require_written(text: str, rendered: str) -> None:
+    """Of the rows that were read from the text of a table: it must be what the tuner writes of them."""
+    if rendered != text:
+        raise ValueError("the table is not what the tuner writes: it was changed by hand")
 
 
 def require_plain(row: object, *texts: str) -> None:
