@@ -282,10 +282,11 @@ def chosen_scores(scores: Tensor, values: Tensor, dtype: torch.dtype, device: st
 
 def check_jumps(backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | None, first: bool) -> None:
     """Rows whose scores lie far from those of their first or last keys, which a kernel meets before the others: small
-    ones must not be lost in the difference. Rows are as they would be alone."""
+    ones must not be lost in the difference. Of some rows all are below 0. Rows are as they would be alone."""
     jumps = torch.tensor([7.5, 8.5, 64.0, 992.0, 1024.0, 1032.0, 1040.0, 3008.0, 32768.0])
-    last = torch.cat((jumps, -jumps))
-    scores = torch.full((len(last), 128), 2.0**-11)
+    one = torch.cat((torch.full((18,), 2.0**-11), torch.tensor([-40.0, -20.0, -400.0, -12.0, -9.0, -7.5, -1000.0])))
+    last = torch.cat((jumps, -jumps, torch.tensor([-20.0, -40.0, -392.0, -9.0, -12.0, -0.5, -100.0])))
+    scores = one[:, None].repeat(1, 128)
     scores[:, 48:] = -60000.0  # both dtypes have it
     scores[:, 100:] = last[:, None]
     if first:
@@ -304,6 +305,17 @@ def check_jumps(backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | Non
         alone = attend(backend, replace(inputs, q=inputs.q[:, i : i + 1]), **options)
         assert_same_bits(alone[0], out[:, i : i + 1])
         assert_same_bits(alone[1], lse[..., i : i + 1])
+
+
+def check_negative(backend: Backend, dtype: torch.dtype) -> None:
+    """Scores that all are below 0, beside keys that do not exist."""
+    scores = -3.0 - ((7 * torch.arange(48)[:, None] + 5 * torch.arange(100)) % 11).float()
+    values = torch.linspace(-1, 1, 100).to(dtype)[:, None].expand(100, 128)
+    out, lse = attend(backend, chosen_scores(scores, values.float(), dtype, backend.device), softmax_scale=LN2)
+    exact = scores.double() * LN2
+    assert ((lse[0, 0].double().cpu() - exact.logsumexp(1)).abs() <= 4e-6).all()
+    wanted = exact.softmax(1) @ values.double()
+    assert ((out[0, :, 0].double().cpu() - wanted).abs() <= 2 * torch.finfo(dtype).eps).all()
 
 
 def emulated_keys(backend: Backend, dtype: torch.dtype, rule: tuple[int, ...]) -> list[bool]:

@@ -27,6 +27,7 @@ from attention_cases import (
     attend_packed,
     check,
     check_jumps,
+    check_negative,
     chosen_scores,
     emulated_keys,
     emulation,
@@ -234,6 +235,11 @@ def test_scores_far_from_the_ones_met_first(
     backend: Backend, dtype: torch.dtype, ex2: tuple[int, ...] | None, first: bool
 ) -> None:
     check_jumps(backend, dtype, ex2, first)
+
+
+@by_dtype
+def test_scores_below_zero(backend: Backend, dtype: torch.dtype) -> None:
+    check_negative(backend, dtype)
 
 
 # ------------------------------------------------------------------------------------------ emulation

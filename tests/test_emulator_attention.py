@@ -23,6 +23,7 @@ from attention_cases import (
     attend_packed,
     check,
     check_jumps,
+    check_negative,
     emulated_keys,
     fragments,
     keys_by_rule,
@@ -366,6 +367,13 @@ def test_scores_far_from_the_ones_met_first(
 ) -> None:
     with installed(Emulator()):
         check_jumps(backend, dtype, ex2, first)
+
+
+@by_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=word)
+def test_scores_below_zero(backend: Backend, dtype: torch.dtype) -> None:
+    with installed(Emulator()):
+        check_negative(backend, dtype)
 
 
 @by_backend

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import emulator
 import pytest
-from attention_cases import GuardedOut, attend_packed, check, make_inputs, pack, run_case
+from attention_cases import GuardedOut, attend_packed, check, check_jumps, check_negative, make_inputs, pack, run_case
 from conftest import Backend
 from emulator.attention_faults import ATTENTION_FAULTS, NARROW_BANDS, WRONG, AttentionFault
 from emulator.faults import altered_include
@@ -25,9 +25,15 @@ def check_call(fault: AttentionFault, machine: emulator.Emulator) -> None:
     tokens behind the last member: whatever is taken from there shows."""
     case, backend = fault.attention, Backend(f"emulator-{fault.backend}", "cpu", f"emulator:{fault.backend}")
     with emulator.installed(machine), poisoned_memory(backend, None):
+        if fault.jumps:
+            for first in (False, True):
+                check_jumps(backend, case.dtype, case.ex2, first)
+            check_negative(backend, case.dtype)
+            return
         if not fault.lengths:
             inputs = make_inputs(case, "cpu")
-            return check(backend, case, inputs, run_case(backend, case, inputs))
+            check(backend, case, inputs, run_case(backend, case, inputs))
+            return
         packed = pack(case, list(fault.lengths), "cpu", behind=5)
         num_q, num_kv = (sum(one) for one in zip(*fault.lengths, strict=True))
         packed.inputs.q[num_q:] = packed.inputs.k[num_kv:] = packed.inputs.v[num_kv:] = math.nan

@@ -56,7 +56,7 @@ DK_VECTORIZED_FMA float softmax_tile(const Ex2Rule& rule, float scale_log2, i32 
     exponents[i] = select(i < count, scores[i] * scale_log2, -__builtin_inff());
   const float maximum = maximum_of(exponents, width);
   float factor = 1.0f;
-  if (attention_rescales(state.reference, maximum)) {
+  if (!(maximum <= state.reference + kRescaleThreshold)) {
     factor = exp2_exact(state.reference - maximum);
     state.reference = maximum;
     state.sum *= factor;

@@ -38,6 +38,15 @@ inline driver::Stream current_stream(c10::Device device) {
   return reinterpret_cast<driver::Stream>(stream.native_handle());
 }
 
+// Whether a kernel's launch may overlap with the kernel ahead in the stream: where the caller has
+// asked for it, or that is one of the same call.
+template <class Spec>
+bool overlaps_kernel_ahead(const Spec& spec) {
+  if constexpr (requires { spec.follows_own_kernel(); })
+    if (spec.follows_own_kernel()) return true;
+  return knobs::pdl() && spec.backend != Backend::sm89;
+}
+
 // Launches `module` on the caller's stream with the given parameters.
 template <class Spec, class... Params>
 void launch(Module& module, c10::Device device, const Spec& spec, int grid, Params&... params) {
@@ -45,7 +54,7 @@ void launch(Module& module, c10::Device device, const Spec& spec, int grid, Para
   const LaunchShape shape{.grid = grid,
                           .block = spec.num_threads(),
                           .smem_bytes = spec.smem_bytes(),
-                          .programmatic = knobs::pdl() && spec.backend != Backend::sm89,
+                          .programmatic = overlaps_kernel_ahead(spec),
                           .cluster = cluster_size_of(spec)};
   module.launch(device.index(), current_stream(device), shape, addresses);
 }

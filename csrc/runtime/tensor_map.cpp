@@ -21,7 +21,7 @@ int data_type(MapType type) {
   }
   return 0;
 }
-constexpr int kPromoteToL2Line256 = 3;
+int promotion_of(L2Promotion promotion) { return promotion == L2Promotion::b128 ? 2 : 3; }
 
 }  // namespace
 
@@ -40,7 +40,7 @@ EncodedMap encode(const MapDescription& map) {
   const driver::Result result = driver::api().tensor_map_encode(
       &encoded, data_type(map.type), static_cast<std::uint32_t>(map.rank),
       const_cast<void*>(map.base), dims, strides, box, steps, /*interleave=*/0,
-      static_cast<int>(map.swizzle), kPromoteToL2Line256, /*out of bounds: zeros*/ 0);
+      static_cast<int>(map.swizzle), promotion_of(map.promotion), /*out of bounds: zeros*/ 0);
   if (result != 0) {
     std::string text;
     for (int i = 0; i < map.rank; ++i)

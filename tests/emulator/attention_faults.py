@@ -33,23 +33,28 @@ _UNITS: dict[str, Any] = {"batch": 6, "num_q": 200}
 _PACKED_UNITS = (*_MEMBERS, (0, 40), (33, 60))
 _CLUSTERED: dict[str, Any] = {"batch": 1, "num_q": 290, "num_kv": 330, "heads": (2, 2), "head_dim": 256}
 _PACKED: dict[str, Any] = {"num_q": 20, "num_kv": 133, "heads": (14, 2)}  # rows without a query, two units for a head
+_WAYS: dict[str, Any] = {"num_splits": 6, "num_kv": 600}  # two warps join a row
+_PARTS: dict[str, Any] = {"num_splits": 40, "num_kv": 2600, "num_q": 5}  # more than eight warps load at once
 _UNEQUAL: dict[str, Any] = {"num_q": 180, "num_kv": 300, "head_dim": 128}
 
 
 @dataclass(frozen=True)
 class AttentionFault(Fault):
-    """A mistake, and the call that meets it: of a dense batch, or of packed members of these lengths."""
+    """A mistake, and the call that meets it: of a dense batch, of packed members of these lengths, or `check_jumps`."""
 
     attention: Case = _BASE
     lengths: tuple[tuple[int, int], ...] = ()
+    jumps: bool = False  # or of scores far from each other, and below 0
 
 
 def _fault(
     name: str, kinds: str, edits: tuple[Edit, ...], words: tuple[str, ...] = (),
-    lengths: tuple[tuple[int, int], ...] = (), backend: str = "sm89", **changes: Any,
+    lengths: tuple[tuple[int, int], ...] = (), backend: str = "sm89", jumps: bool = False, **changes: Any,
 ) -> AttentionFault:  # fmt: skip
     case = replace(_BASE, **changes)
-    return AttentionFault(name, backend, edits, tuple(kinds.split()), words, attention=case, lengths=lengths)
+    return AttentionFault(
+        name, backend, edits, tuple(kinds.split()), words, attention=case, lengths=lengths, jumps=jumps
+    )
 
 
 _sm90 = partial(_fault, backend="sm90")
@@ -134,18 +139,20 @@ _SM89_FAULTS = [
         (Edit(SOFTMAX, "      maximum = ptx::max_nan(maximum, ptx::shuffle_xor(maximum, mask));\n", "      ;\n"),),
     ),
     _fault(
-        "the greatest exponent of one lane", WRONG,
-        (Edit(SOFTMAX, "value = max_of(value, ptx::shuffle_xor(value, mask));", ";"),),
+        "scores of one of two rows looked at", WRONG,
+        (Edit(SOFTMAX, "row < kLaneRows; ++row)\n      moved |=", "row < 1; ++row)\n      moved |="),), jumps=True,
     ),
     _fault(
-        "exponents that stay where they were", WRONG, (Edit(SOFTMAX, "exponents[i] -= greatest;", ";"),),
+        "low references taken for others", WRONG, (Edit(SOFTMAX, "!(reference >= -kMost)", "reference == kLowest"),),
+        jumps=True,
     ),
     _fault(
-        "exponents of the other row move", WRONG,
-        (Edit(SOFTMAX, "if (row_of_element(i) == row) exponents", "if (row_of_element(i) != row) exponents"),),
+        "references that never move again", WRONG,
+        (Edit(SOFTMAX, "    moved = ptx::any(moved);\n", "    moved = low;\n"),), jumps=True,
     ),
     _fault(
-        "a reference that is never far", WRONG, (Edit(SOFTMAX, "    far = true;\n", "    far = false;\n"),),
+        "powers relative to the other row's reference", WRONG,
+        (Edit(SOFTMAX, "exponent(row_of_element(i), scores[i]", "exponent(1 - row_of_element(i), scores[i]"),),
     ),
     _fault(
         "the sum of one lane", WRONG,
@@ -188,20 +195,36 @@ _SM89_FAULTS = [
     ),
     _fault(
         "parts that count alike", WRONG,
-        (Edit(JOIN, "add(words[i], weight_of(first + i));", "add(words[i], 0.5f);"),), num_splits=2,
+        (Edit(JOIN, "const float share = weight_of(split);", "const float share = 0.5f;"),), num_splits=2,
     ),
     _fault(
-        "the first part alone", WRONG,
-        (Edit(JOIN, "first < args.num_splits; first += kAhead", "first < 1; first += kAhead"),),
-        num_splits=6, num_kv=600,
+        "the first parts alone", WRONG,
+        (Edit(JOIN, "    add(words, way);\n    DK_NO_UNROLL\n", "    add(words, way);\n    return;\n"),), **_PARTS,
     ),
     _fault(
         "parts behind the last one", WRONG + " bounds",
-        (Edit(JOIN, "if (first + i < args.num_splits) ", "", count=2),), num_splits=2,
+        (Edit(JOIN, "if (split < args.num_splits && has_chunk(j))", "if (has_chunk(j))"),
+         Edit(JOIN, "      if (split >= args.num_splits) continue;\n", "")), num_splits=2,
     ),
     _fault(
         "sums of parts that are not there", WRONG + " bounds",
         (Edit(JOIN, "split < args.num_splits\n", "split < kMaxKvSplits\n"),), num_splits=2,
+    ),
+    _fault(
+        "the parts of a row's other warps are left out", WRONG,
+        (Edit(JOIN, "for (i32 other = 1; other < ways; ++other)", "for (i32 other = 1; other < 1; ++other)"),), **_WAYS,
+    ),
+    _fault(
+        "warps of a row that take the same parts", WRONG + " uninitialized",
+        (Edit(JOIN, ".way = warp % ways", ".way = 0"),), **_WAYS,
+    ),
+    _fault(
+        "parts taken before they are given", "race uninitialized",
+        (Edit(JOIN, "smem.values[warp]);\n      ptx::sync_threads();", "smem.values[warp]);"),), **_WAYS,
+    ),
+    _fault(
+        "parts given before the last row's are taken", "race",
+        (Edit(JOIN, "      ptx::sync_threads();  // before the next rows\n", ""),), **_WAYS,
     ),
     _fault(
         "rows of packed tokens behind the last member are joined too", WRONG,
@@ -328,7 +351,7 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "the next tile's keys are not waited for", "pending-async uninitialized race",
-        (Edit(MATH, "    if (tile > share.begin) wait_for_keys();\n",
+        (Edit(MATH, "    if (tile > share.begin && softmax.has_added()) wait_for_keys();\n",
               "    if (tile > share.begin + 1) wait_for_keys();\n"),), num_kv=500,
     ),
     _sm90(
@@ -405,9 +428,8 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "powers overwritten while products read them", "accumulator",
-        (Edit(MATH, "    if (tile > share.begin) wait_for_keys();\n    ptx::wgmma_wait_group<0>(sum);\n",
-              "    if (tile > share.begin) wait_for_keys();\n    keep_powers(scores);\n"
-              "    ptx::wgmma_wait_group<0>(sum);\n"),),
+        (Edit(MATH, "has_added()) wait_for_keys();\n    ptx::wgmma_wait_group<0>(sum);\n",
+              "has_added()) wait_for_keys();\n    keep_powers(scores);\n    ptx::wgmma_wait_group<0>(sum);\n"),),
         num_kv=500,
     ),
     _sm90(
@@ -583,14 +605,40 @@ _SM90_FAULTS = [
     # --- which tiles, in which order
     _sm90(
         "a turn of the queue that not all take part in is left out", WRONG,
-        (Edit(QUEUE, "if (index < count) deal(at(index));", "if (first + clusters <= count) deal(at(index));"),),
+        (Edit(QUEUE, "index < count; index += clusters) deal", "index + clusters <= count; index += clusters) deal"),),
+        causal=False,
     ),
     _sm90(
-        "back from one place too far", WRONG,
-        (Edit(QUEUE, "clusters - 1 - cluster)", "clusters - cluster)"),),
+        "tiles of those that are alike that nobody takes", WRONG,
+        (Edit(QUEUE, "for (u32 index = cluster; index", "for (u32 index = cluster + 1; index"),), causal=False,
     ),
     _sm90(
-        "blocks of a cluster take tiles of their own", WRONG + " deadlock race",
+        "the first tile of a cluster is left out", WRONG,
+        (Edit(QUEUE, "      if (cluster < count) deal(at(cluster));\n", ""),),
+    ),
+    _sm90(
+        "nothing behind the first tiles", WRONG,
+        (Edit(QUEUE, "if (count > clusters) deal_by_work(deal);", ""),), **_UNITS,
+    ),
+    _sm90(
+        "a cluster that takes what another was found for", WRONG,
+        (Edit(QUEUE, "static_cast<u32>(least % 256) == cluster", "static_cast<u32>(least % 256) == cluster + 1"),),
+        **_UNITS,
+    ),
+    _sm90(
+        "of a batch of tiles the first one again and again", WRONG + " race",
+        (Edit(QUEUE, "mine != 0; ++index, mine >>= 1", "mine != 0; mine >>= 1"),), **_UNITS,
+    ),
+    _sm90(
+        "sums that clusters have different ones of", WRONG,
+        (Edit(QUEUE, "      if (added == 0) continue;", "      if (added == 0 || cluster == 1) continue;"),), **_UNITS,
+    ),
+    _sm90(
+        "work in the place of the dealt out tiles", WRONG + " race bounds",
+        (Edit(UNIT, "ptx::smem_addr(&smem.work)", "ptx::smem_addr(&smem.unit)"),), **_UNITS,
+    ),
+    _sm90(
+        "blocks of a cluster take tiles of their own", WRONG + " deadlock race cluster",
         (Edit(QUEUE, "ptx::block_index() / S.cluster);", "ptx::block_index());"),), **_CLUSTERED,
     ),
     _sm90(
@@ -606,6 +654,10 @@ _SM90_FAULTS = [
         (Edit(QUEUE, "static_cast<i32>(rest % num_splits)", "0"),), num_splits=2,
     ),
     # --- softmax and results under the products of the next unit
+    _sm90(
+        "masked scores taken for the greatest", WRONG, (Edit(SOFTMAX, "    low = true;\n", "    low = false;\n"),),
+        jumps=True,
+    ),
     _sm90(
         "softmax opened before the results are stored", WRONG,
         (Edit(MATH, "      if (has_scores) {\n        begin(share);\n",

@@ -118,19 +118,18 @@ constexpr i32 attention_num_splits(i64 num_units, i64 num_workers, i64 num_key_t
 // --- softmax
 // --------------------------------------------------------------------------------------
 
-// A row's reference m follows its maximum only where that is greater by more than this, base 2: a
-// power stays below 2^8, which float32 sums and both dtypes of P hold. Rows decide by themselves; a
-// vote among them may only skip what none of them needs. The first tile with a score above -inf
-// always sets it, and so does a maximum that is NaN.
+// A row's reference m follows its maximum only where that has grown by more than this, base 2. Rows
+// decide by themselves; a vote among them may only skip what none of them needs. The first tile
+// with a score above -inf always sets it, and so does a maximum that is NaN.
 inline constexpr float kRescaleThreshold = 8.0f;
-constexpr bool attention_rescales(float reference, float maximum) {
-  return !(maximum <= reference + kRescaleThreshold);
-}
+// How far below the maximum it is set where P is rounded to float16, whose powers below 2^-14 lose
+// bits: then none above 2^-21 of the greatest does, and none gets to 2^16.
+constexpr float reference_below_maximum(DType p) { return p == DType::float16 ? 7.0f : 0.0f; }
 
 // 2^x by fused multiply-adds: x, at least kEx2Lowest, is split into its floor, by adding kEx2Magic
 // rounding down, and a fraction f in [0, 1]; the polynomial 1 + c1 f + c2 f^2 + .. is evaluated
 // from the highest coefficient on, and the floor added to its exponent as an integer. NaN stays.
-// Worst relative error on [-126, 8], coefficients and sums in float32, every f that is a multiple
+// Worst relative error on [-126, 16], coefficients and sums in float32, every f that is a multiple
 // of 2^-24: degree 3 8.57e-5, degree 4 2.96e-6. Below -126 results are subnormal, off by at most
 // 2^-127, and that of kEx2Lowest, which stands for all below it and for masked scores, is exactly
 // 0, since the polynomial is exactly 1 at 0. Coefficients are the minimax ones under that
@@ -206,6 +205,7 @@ inline constexpr i32 kHeadPanel = 64;           // elements: 128 bytes, the wide
 inline constexpr i32 kAttentionGroupRows = 64;  // of a math warpgroup, sm90
 inline constexpr i64 kFewRows = 128;            // of a member, and of any tile that packs heads
 inline constexpr i64 kMaxUnits = 1 << 30;       // of a launch
+inline constexpr i32 kMaxQueueClusters = 160;   // of a launch, sm90: no card has as many SMs
 
 template <class Map>
 struct AttentionMaps {
@@ -282,7 +282,7 @@ struct AttentionSpec {
   }
   constexpr i32 smem_bytes() const {
     const i32 rows = tile_rows + (k_stages + v_stages) * tile_keys;
-    return rows * head_dim() * 2 + (backend == Backend::sm90 ? 1024 : 0);  // barriers, units
+    return rows * head_dim() * 2 + (backend == Backend::sm90 ? 2048 : 0);  // barriers, units
   }
   // What the polynomials of emulated powers need beside a row's scores and sums.
   constexpr i32 spill_limit_bytes() const {
@@ -303,6 +303,7 @@ struct AttentionSpec {
     return of_head * unit_heads(args) * args.num_splits;
   }
   constexpr i32 grid(const AttentionArgs& args, i32 num_sms) const {
+    if (backend == Backend::sm90) num_sms = min_of(num_sms, kMaxQueueClusters * cluster);
     return static_cast<i32>(
         clamp_to<i64>(num_units(args) * cluster, cluster, whole_clusters(num_sms, cluster)));
   }
@@ -350,21 +351,21 @@ constexpr AttentionSpec with_tile(AttentionSpec spec, const AttentionTile& tile)
   return spec;
 }
 // For members of num_rows rows at most, 0 if that is not known, by what was measured (H200,
-// 2026-11: benchmarks of a study; sm89, and few rows: what fits). The keys of a tile do not depend
-// on the rows: their bits would. Few rows wait for memory, and have all of shared memory for what
-// is on its way.
+// 2026-11; sm89: what fits). The keys of a tile do not depend on the rows: their bits would. Few
+// rows wait for memory: stages enough that it is never idle, and no more, since what is on its way
+// is in the way of the rest.
 constexpr AttentionTile attention_tile(Backend backend, i32 head_dim, bool causal, i64 num_rows) {
   if (backend == Backend::sm89)
     return head_dim == 256 ? AttentionTile{64, 32, 2, 2, 1, false}
                            : AttentionTile{128, 64, 2, 2, 1, false};
   if (num_rows > 0 && num_rows <= 64)
-    return head_dim == 64    ? AttentionTile{64, 128, 7, 6, 1, false}
-           : head_dim == 128 ? AttentionTile{64, 80, 5, 5, 1, false}
+    return head_dim == 64    ? AttentionTile{64, 128, 2, 2, 1, false}
+           : head_dim == 128 ? AttentionTile{64, 80, 2, 2, 1, false}
            : causal          ? AttentionTile{64, 64, 3, 3, 1, false}
                              : AttentionTile{64, 80, 2, 2, 1, false};
   if (num_rows > 0 && num_rows <= kFewRows)
-    return head_dim == 64    ? AttentionTile{128, 128, 7, 6, 1, true}
-           : head_dim == 128 ? AttentionTile{128, 80, 5, 4, 1, true}
+    return head_dim == 64    ? AttentionTile{128, 128, 2, 2, 1, true}
+           : head_dim == 128 ? AttentionTile{128, 80, 2, 2, 1, true}
            : causal          ? AttentionTile{128, 64, 3, 2, 1, false}
                              : AttentionTile{128, 80, 2, 2, 1, false};
   return head_dim == 64    ? AttentionTile{192, 128, 2, 2, 1, true}
@@ -426,6 +427,7 @@ struct MappedTensor {
     map.base = base;
     map.type = MapType::bf16_;
     map.swizzle = Swizzle::b128;
+    map.promotion = L2Promotion::b128;
     set_dimensions(map, dims, strides, sizeof(u16), box);
     if (tokens == 0) map.rank = 0;
     return map;
@@ -483,6 +485,8 @@ constexpr AttentionMaps<Map> attention_maps(const AttentionArgs& args, const Att
 // --- joining splits
 // -------------------------------------------------------------------------------
 
+inline constexpr i32 kJoinAhead = 4;  // splits of a row that a warp loads at once
+
 struct AttentionJoinSpec {
   Backend backend;  // sm89, or one that may start before the kernel ahead has ended: sm90
   DType dtype;
@@ -497,12 +501,22 @@ struct AttentionJoinSpec {
     visit("head_panels", head_panels);
   }
 
-  static constexpr i32 num_threads() { return 256; }  // a warp for each row
-  static constexpr i32 smem_bytes() { return 0; }
+  static constexpr i32 num_threads() { return 256; }
+  static constexpr i32 num_warps() { return num_threads() / 32; }
+  // Warps that share a row: a power of two, all of a block at most.
+  static constexpr i32 warps_per_row(i32 num_splits) {
+    i32 warps = 1;
+    while (warps < num_warps() && warps * kJoinAhead < num_splits) warps *= 2;
+    return warps;
+  }
+  // It follows what it joins: its launch need not wait for more than it does itself.
+  constexpr bool follows_own_kernel() const { return backend != Backend::sm89; }
+  constexpr i32 smem_bytes() const { return num_warps() * head_panels * kHeadPanel * 4; }
   static constexpr i32 spill_limit_bytes() { return 0; }
   static constexpr i32 num_wgmma() { return 0; }
-  constexpr i32 grid(const AttentionArgs& args, i32 /*num_sms*/) const {
-    return static_cast<i32>(clamp_to<i64>(ceil_div<i64>(args.num_rows(), 8), 1, 1 << 20));
+  constexpr i32 grid(const AttentionArgs& args, i32 num_sms) const {
+    const i32 rows = num_warps() / warps_per_row(args.num_splits);
+    return static_cast<i32>(clamp_to<i64>(ceil_div<i64>(args.num_rows(), rows), 1, 8 * num_sms));
   }
   constexpr bool operator==(const AttentionJoinSpec&) const = default;
   constexpr const char* invalid() const {

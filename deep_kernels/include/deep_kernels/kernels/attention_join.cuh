@@ -1,4 +1,5 @@
-// Joins the splits of each row, for every card: a warp takes a row.
+// Joins the splits of each row, for every card: a warp takes a row, or several share its splits, so
+// that as many of them are on their way from memory at once.
 #pragma once
 
 #include "deep_kernels/contract/attention.h"
@@ -17,24 +18,34 @@ DK_DEVICE i64 num_joined_rows(const AttentionArgs& args) {
 }
 
 template <AttentionJoinSpec S>
+struct JoinSmem {
+  alignas(16) float values[S.num_threads() / 32][S.head_panels * kHeadPanel];
+};
+
+// What a warp does of a row: splits way, way + ways, .. of them.
+template <AttentionJoinSpec S>
 struct RowJoin {
   static constexpr i32 kHeadDim = S.head_panels * kHeadPanel;
   static constexpr i32 kChunks = kHeadDim / 4;               // of 16 bytes
   static constexpr i32 kLaneChunks = ceil_div(kChunks, 32);  // 32 lie between them
 
   static constexpr i32 kLaneSplits = kMaxKvSplits / 32;
-  static constexpr i32 kAhead = 4;  // splits that are loaded together: one by one they would wait
+  static constexpr i32 kAhead = kJoinAhead;  // splits that are loaded together
+  using Words = u32[kAhead][kLaneChunks][4];
 
   const AttentionArgs& args;
   i64 row;
+  i32 way;
+  i32 ways;
   float weight[kLaneSplits];  // of splits lane + 32 i, 0 where there is none
+  float log2_sum;             // of all splits' sums
   float values[kLaneChunks][4] = {};
 
   static DK_DEVICE i32 chunk(i32 i) { return ptx::lane_index() + 32 * i; }
+  static DK_DEVICE bool has_chunk(i32 i) { return chunk(i) < kChunks; }
 
-  // Converged. The logarithm of the sum of all splits' sums, by which the weights are to be
-  // divided.
-  DK_DEVICE float weigh() {
+  // Converged.
+  DK_DEVICE void weigh() {
     float most = -infinity();  // a NaN is left out here and gets into the sum
     DK_UNROLL
     for (i32 i = 0; i < kLaneSplits; ++i) {
@@ -58,7 +69,7 @@ struct RowJoin {
     const Divisor divisor(sum);
     DK_UNROLL
     for (i32 i = 0; i < kLaneSplits; ++i) weight[i] = divisor.divide(weight[i]);
-    return log2_sum(most, sum);
+    log2_sum = flash::log2_sum(most, sum);
   }
   // Converged.
   DK_DEVICE float weight_of(i32 split) const {
@@ -67,39 +78,70 @@ struct RowJoin {
     for (i32 i = 1; i < kLaneSplits; ++i) mine = split / 32 == i ? weight[i] : mine;
     return ptx::shuffle(mine, split % 32);
   }
-  DK_DEVICE void load(u32 (&words)[kLaneChunks][4], i32 split) const {
-    const float* from = args.partial_out + (split * args.num_rows() + row) * kHeadDim;
+  DK_DEVICE void load(Words& words, i32 first) const {
     DK_UNROLL
-    for (i32 i = 0; i < kLaneChunks; ++i)
-      if (chunk(i) < kChunks) ptx::load_global_x4(words[i], from + 4 * chunk(i));
+    for (i32 i = 0; i < kAhead; ++i) {
+      const i32 split = first + i * ways;
+      const float* from = args.partial_out + (split * args.num_rows() + row) * kHeadDim;
+      DK_UNROLL
+      for (i32 j = 0; j < kLaneChunks; ++j)
+        if (split < args.num_splits && has_chunk(j))
+          ptx::load_global_x4(words[i][j], from + 4 * chunk(j));
+    }
   }
   // A split without keys that the row sees has the weight 0, whatever is multiplied by it.
-  DK_DEVICE void add(const u32 (&words)[kLaneChunks][4], float share) {
+  DK_DEVICE void add(const Words& words, i32 first) {
     DK_UNROLL
-    for (i32 i = 0; i < kLaneChunks; ++i) {
-      if (chunk(i) >= kChunks) continue;
+    for (i32 i = 0; i < kAhead; ++i) {
+      const i32 split = first + i * ways;
+      if (split >= args.num_splits) continue;
+      const float share = weight_of(split);
       DK_UNROLL
-      for (i32 j = 0; j < 4; ++j) {
-        const float sum = ptx::fma(ptx::float_of(words[i][j]), share, values[i][j]);
-        values[i][j] = share == 0.0f ? values[i][j] : sum;
+      for (i32 j = 0; j < kLaneChunks; ++j) {
+        if (!has_chunk(j)) continue;
+        DK_UNROLL
+        for (i32 e = 0; e < 4; ++e) {
+          const float sum = ptx::fma(ptx::float_of(words[i][j][e]), share, values[j][e]);
+          values[j][e] = share == 0.0f ? values[j][e] : sum;
+        }
       }
     }
   }
-  DK_DEVICE void run() {
-    const float lse = weigh();
-    for (i32 first = 0; first < args.num_splits; first += kAhead) {
-      u32 words[kAhead][kLaneChunks][4];
-      DK_UNROLL
-      for (i32 i = 0; i < kAhead; ++i)
-        if (first + i < args.num_splits) load(words[i], first + i);
-      DK_UNROLL
-      for (i32 i = 0; i < kAhead; ++i)
-        if (first + i < args.num_splits) add(words[i], weight_of(first + i));
+  DK_DEVICE void add_up() {
+    Words words;
+    load(words, way);
+    weigh();
+    add(words, way);
+    DK_NO_UNROLL
+    for (i32 first = way + kAhead * ways; first < args.num_splits; first += kAhead * ways) {
+      load(words, first);
+      add(words, first);
     }
-    store(lse);
   }
 
-  DK_DEVICE void store(float log2_sum) const {
+  // --- what the warps of a row have added up
+
+  DK_DEVICE void give(float (&to)[kHeadDim]) const {
+    DK_UNROLL
+    for (i32 i = 0; i < kLaneChunks; ++i) {
+      if (!has_chunk(i)) continue;
+      const float(&value)[4] = values[i];
+      ptx::store_shared_x4(ptx::smem_addr(&to[4 * chunk(i)]), ptx::bits_of(value[0]),
+                           ptx::bits_of(value[1]), ptx::bits_of(value[2]), ptx::bits_of(value[3]));
+    }
+  }
+  DK_DEVICE void take(const float (&from)[kHeadDim]) {
+    DK_UNROLL
+    for (i32 i = 0; i < kLaneChunks; ++i) {
+      if (!has_chunk(i)) continue;
+      u32 words[4];
+      ptx::load_shared_x4(words, ptx::smem_addr(&from[4 * chunk(i)]));
+      DK_UNROLL
+      for (i32 e = 0; e < 4; ++e) values[i][e] += ptx::float_of(words[e]);
+    }
+  }
+
+  DK_DEVICE void store() const {
     // Packed tokens are numbered through: one member has them all.
     const i64 token = row / args.num_q_heads;
     const bool packed = args.cu_seqlens_q != nullptr;
@@ -110,7 +152,7 @@ struct RowJoin {
     u16* to = out_row(args, member, head, query);
     DK_UNROLL
     for (i32 i = 0; i < kLaneChunks; ++i) {
-      if (chunk(i) >= kChunks) continue;
+      if (!has_chunk(i)) continue;
       const float(&value)[4] = values[i];
       ptx::store_global_x2(to + 4 * chunk(i), rounded_pair<S.dtype>(value[0], value[1]),
                            rounded_pair<S.dtype>(value[2], value[3]));
@@ -124,13 +166,29 @@ namespace deep_kernels {
 
 template <AttentionJoinSpec S>
 DK_DEVICE void attention_join(const AttentionArgs& args) {
+  using namespace flash;
   static_assert(S.invalid() == nullptr);
-  constexpr i32 kWarps = S.num_threads() / 32;
+  static_assert(sizeof(JoinSmem<S>) <= S.smem_bytes());
   if constexpr (S.backend != Backend::sm89) ptx::grid_dependency_wait();
-  const i64 num_rows = flash::num_joined_rows(args);
-  for (i64 row = i64{ptx::block_index()} * kWarps + ptx::warp_index(); row < num_rows;
-       row += i64{ptx::num_blocks()} * kWarps)
-    flash::RowJoin<S>{.args = args, .row = row}.run();
+  auto& smem = ptx::dynamic_smem<JoinSmem<S>>();
+  const i64 num_rows = num_joined_rows(args);
+  const i32 warp = ptx::warp_index();
+  const i32 ways = S.warps_per_row(args.num_splits);
+  const i32 rows = S.num_warps() / ways;
+  for (i64 first = i64{ptx::block_index()} * rows; first < num_rows;
+       first += i64{ptx::num_blocks()} * rows) {
+    RowJoin<S> join{.args = args, .row = first + warp / ways, .way = warp % ways, .ways = ways};
+    const bool exists = join.row < num_rows;
+    if (exists) join.add_up();
+    if (ways > 1) {
+      if (join.way > 0) join.give(smem.values[warp]);
+      ptx::sync_threads();
+      if (join.way == 0)
+        for (i32 other = 1; other < ways; ++other) join.take(smem.values[warp + other]);
+      ptx::sync_threads();  // before the next rows
+    }
+    if (exists && join.way == 0) join.store();
+  }
 }
 
 }  // namespace deep_kernels

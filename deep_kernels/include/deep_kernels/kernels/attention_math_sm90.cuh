@@ -287,8 +287,9 @@ struct Math {
     if constexpr (kMasks) mask(scores, share, tile);
     const bool rescales = softmax.add(scores, args.scale_log2, factor);
     // Of the next tile. It also is a branch, over which ptxas does not move the wait for the sums
-    // up into the softmax.
-    if (tile > share.begin) wait_for_keys();
+    // up into the softmax; the additions of that it would move down, were they not asked for here:
+    // they fill the gaps between powers.
+    if (tile > share.begin && softmax.has_added()) wait_for_keys();
     ptx::wgmma_wait_group<0>(sum);
     release_values();
     if (rescales) {

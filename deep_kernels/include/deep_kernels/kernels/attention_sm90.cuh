@@ -194,6 +194,7 @@ DK_DEVICE void attention_sm90(const AttentionArgs& args, const Maps& maps) {
   init_barriers<S>(smem);
   ptx::grid_dependency_wait();  // nothing above reads what a kernel ahead may have written
   tile::sync_blocks<S.cluster>();
+  if constexpr (S.split) ptx::grid_dependency_launch();  // the join, which waits for all of this
 
   if (warp >= kMathWarps) {
     if constexpr (Registers::kMove) ptx::set_max_registers_down<Registers::kLoads>();

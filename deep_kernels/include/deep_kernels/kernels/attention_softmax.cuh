@@ -113,47 +113,42 @@ struct RowSoftmax {
   static constexpr i32 kScores = kLaneRows * S.fragments().length;
   // Less than any maximum: of rows that have met no score above -inf.
   static constexpr float kLowest = -3.40282347e38f;
-  // Exponents relative to a reference beyond this have lost too much to be moved to another one.
-  static constexpr float kFar = 1024.0f;
+  static constexpr float kBelow = reference_below_maximum(S.dtype);
+  static constexpr float kMost = kRescaleThreshold + kBelow;  // exponent that moves no reference
 
   float reference[kLaneRows];  // m, base 2
   float sum[kLaneRows];        // of powers: the lane's share until close()
-  bool far;                    // some row of the warp has a reference that is
+  bool low;                    // some row of the warp has a reference that scores below 0 may move
 
   DK_DEVICE void open() {
     DK_UNROLL
     for (i32 row = 0; row < kLaneRows; ++row) reference[row] = kLowest, sum[row] = 0.0f;
-    far = true;
+    low = true;
   }
 
   // Converged. Makes powers of one tile's dot products. Where it returns true, to all lanes alike,
   // sums over earlier tiles have to be multiplied by the factor of their row, 1 for rows that keep
   // their reference.
   //
-  // Most tiles move no reference, and whether one does is asked of exponents as integers, which
-  // order positive ones like floats: a maximum of three is one instruction, and no lane has to know
-  // that of its row. What is below 0 may come out in any order. NaN that arithmetic makes is
-  // positive, and greater than all.
+  // Most tiles move no reference. Whether one does is asked of each lane's greatest score as an
+  // integer: those order positive floats alike, a maximum of three is one instruction, and no lane
+  // has to know that of its row. Scores below 0 come out in any order, and do not matter unless a
+  // reference is low. NaN that arithmetic makes is positive, and greater than all.
   DK_DEVICE bool add(float (&scores)[kScores], float scale_log2, float (&factor)[kLaneRows]) {
-    bool moved = far;
-    if (far) {
-      factor[0] = factor[1] = 1.0f;
-      follow_maxima(scores, scale_log2, factor);
-    }
-    i32 top[kLaneRows];
-    take_exponents(scores, scale_log2, top);
-    constexpr i32 kMost = __builtin_bit_cast(i32, kRescaleThreshold);
-    if (ptx::any(max_of(top[0], top[1]) > kMost)) {
-      if (!moved) factor[0] = factor[1] = 1.0f;
+    bool moved = low;
+    DK_UNROLL
+    for (i32 row = 0; row < kLaneRows; ++row)
+      moved |= moves(row, ptx::float_of(static_cast<u32>(greatest_bits(scores, row))), scale_log2);
+    moved = ptx::any(moved);
+    if (moved) {
       DK_UNROLL
       for (i32 row = 0; row < kLaneRows; ++row) {
-        const i32 greatest = quad_maximum(top[row]);
-        if (greatest > kMost) factor[row] = move_exponents(scores, row, ptx::float_of(greatest));
+        const float maximum = row_maximum(scores, row);
+        factor[row] = moves(row, maximum, scale_log2) ? follow(row, maximum * scale_log2) : 1.0f;
       }
-      moved = true;
+      low = ptx::any(is_low(reference[0]) || is_low(reference[1]));
     }
-    if (moved) far = ptx::any(is_far(reference[0]) || is_far(reference[1]));
-    take_powers(scores);
+    take_powers(scores, scale_log2);
     return moved;
   }
 
@@ -165,19 +160,30 @@ struct RowSoftmax {
       for (i32 mask = 1; mask < 4; mask *= 2) sum[row] += ptx::shuffle_xor(sum[row], mask);
     }
   }
+  // True, which the compiler cannot know: what hangs on it waits for the powers to be added up.
+  DK_DEVICE bool has_added() const { return !(sum[0] < 0.0f) && !(sum[1] < 0.0f); }
   DK_DEVICE Divisor divisor(i32 row) const { return Divisor(sum[row]); }
   DK_DEVICE float log2_sum(i32 row) const { return flash::log2_sum(reference[row], sum[row]); }
 
  private:
-  static DK_DEVICE bool is_far(float reference) { return !(ptx::abs(reference) <= kFar); }
-
-  // Over the four lanes that share a row.
-  static DK_DEVICE i32 quad_maximum(i32 value) {
-    DK_UNROLL
-    for (i32 mask = 1; mask < 4; mask *= 2) value = max_of(value, ptx::shuffle_xor(value, mask));
-    return value;
+  static DK_DEVICE bool is_low(float reference) { return !(reference >= -kMost); }
+  DK_DEVICE float exponent(i32 row, float score, float scale_log2) const {
+    return ptx::fma(score, scale_log2, -reference[row]);
   }
-  // Of a row; a NaN wins.
+  // By the exponent that a power would have: greater scores have no smaller ones, so that the row's
+  // maximum decides as all its scores do. NaN moves it.
+  DK_DEVICE bool moves(i32 row, float score, float scale_log2) const {
+    return !(exponent(row, score, scale_log2) <= kMost);
+  }
+
+  static DK_DEVICE i32 greatest_bits(const float (&scores)[kScores], i32 row) {
+    const auto bits = [&](i32 i) { return static_cast<i32>(ptx::bits_of(scores[i + 2 * row])); };
+    i32 greatest = max_of(bits(0), bits(1));
+    DK_UNROLL
+    for (i32 i = 4; i < kScores; i += 4) greatest = max_of(max_of(greatest, bits(i)), bits(i + 1));
+    return greatest;
+  }
+  // Over the four lanes that share it; a NaN wins.
   static DK_DEVICE float row_maximum(const float (&scores)[kScores], i32 row) {
     float maximum = scores[2 * row];
     DK_UNROLL
@@ -189,54 +195,25 @@ struct RowSoftmax {
     return maximum;
   }
 
-  // Adds a row's powers up relative to another reference, from which the old one was `step` away. A
-  // step that is NaN or infinite takes the sum along, and nothing that is added or multiplied later
-  // takes it away.
-  DK_DEVICE float rescale(i32 row, float to, float step) {
+  // Adds a row's powers up relative to its new maximum. A step that is NaN or infinite takes the
+  // sum along, and nothing that is added or multiplied later takes it away.
+  DK_DEVICE float follow(i32 row, float maximum) {
+    const float to = maximum - kBelow;
+    const float step = to - reference[row];
     const float factor = ptx::ex2_approx_ftz(-step);
     reference[row] = to;
     sum[row] = step < infinity() ? sum[row] * factor : nan();
     return factor;
   }
-  // Rows that are far: from the maximum of their scores.
-  DK_DEVICE void follow_maxima(const float (&scores)[kScores], float scale_log2,
-                               float (&factor)[kLaneRows]) {
-    DK_UNROLL
-    for (i32 row = 0; row < kLaneRows; ++row) {
-      const float maximum = row_maximum(scores, row) * scale_log2;
-      if (is_far(reference[row]) && attention_rescales(reference[row], maximum))
-        factor[row] = rescale(row, maximum, maximum - reference[row]);
-    }
-  }
-  // Other rows: from the greatest of their exponents, which are moved.
-  DK_DEVICE float move_exponents(float (&exponents)[kScores], i32 row, float greatest) {
-    DK_UNROLL
-    for (i32 i = 0; i < kScores; ++i)
-      if (row_of_element(i) == row) exponents[i] -= greatest;
-    return rescale(row, reference[row] + greatest, greatest);
-  }
 
-  DK_DEVICE void take_exponents(float (&scores)[kScores], float scale_log2,
-                                i32 (&top)[kLaneRows]) const {
-    DK_UNROLL
-    for (i32 i = 0; i < kScores; ++i)
-      scores[i] = ptx::fma(scores[i], scale_log2, -reference[row_of_element(i)]);
-    DK_UNROLL
-    for (i32 row = 0; row < kLaneRows; ++row) {
-      const auto bits = [&](i32 i) { return static_cast<i32>(ptx::bits_of(scores[i + 2 * row])); };
-      top[row] = max_of(bits(0), bits(1));
-      DK_UNROLL
-      for (i32 i = 4; i < kScores; i += 4)
-        top[row] = max_of(max_of(top[row], bits(i)), bits(i + 1));
-    }
-  }
-  DK_DEVICE void take_powers(float (&exponents)[kScores]) {
+  DK_DEVICE void take_powers(float (&scores)[kScores], float scale_log2) {
     float part[kLaneRows][2];
     DK_UNROLL
     for (i32 i = 0; i < kScores; ++i) {
-      float& power = exponents[i];
-      power = ex2_is_emulated(S.ex2(), number_in_row(i), 0, 1) ? ex2_emulated<S.dtype>(power)
-                                                               : ptx::ex2_approx_ftz(power);
+      const float x = exponent(row_of_element(i), scores[i], scale_log2);
+      float& power = scores[i];
+      power = ex2_is_emulated(S.ex2(), number_in_row(i), 0, 1) ? ex2_emulated<S.dtype>(x)
+                                                               : ptx::ex2_approx_ftz(x);
       float& total = part[row_of_element(i)][i % 2];
       total = i < 4 ? power : total + power;
     }

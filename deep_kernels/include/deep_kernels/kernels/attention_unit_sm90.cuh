@@ -22,6 +22,7 @@ struct Smem {
   alignas(1024) u16 k[S.k_stages][S.head_panels][S.tile_keys][kHeadPanel];
   alignas(1024) u16 v[S.v_stages][S.head_panels][S.tile_keys][kHeadPanel];
   RowTile unit[kUnits];  // the last one has no rows
+  i32 work[kMaxQueueClusters];
   // Each pair: who arrives, who waits.
   alignas(8) u64 unit_filled[kUnits];  // schedule warp -> loading and math warps
   u64 unit_drained[kUnits];            // and back
@@ -86,7 +87,7 @@ DK_DEVICE void deal_out_units(const AttentionArgs& args, Smem<S>& smem) {
     ptx::sync_warp();
     slots.next();
   };
-  TileQueue<S>(args).each([&](const RowTile& unit) {
+  TileQueue<S>(args, ptx::smem_addr(&smem.work)).each([&](const RowTile& unit) {
     if (unit.exists()) deal(unit);
   });
   deal(RowTile{});

@@ -548,6 +548,12 @@ DK_DEVICE void wgmma_m64n256k16_f16(float (&d)[128], const u32 (&a)[4], u64 b, b
 // Waits for the kernels ahead in the stream and their writes; returns at once unless this one was
 // launched programmatically dependent.
 DK_DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// From here on, as soon as all blocks have come so far, the next kernel of the stream may start if
+// it is launched programmatically dependent. What it sees before its wait is not what this one
+// does.
+DK_DEVICE void grid_dependency_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 // --- registers of a warpgroup --------------------------------------------------------------------
 

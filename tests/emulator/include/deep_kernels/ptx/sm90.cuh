@@ -213,6 +213,7 @@ inline void wgmma_m64n256k16_f16(float (&d)[128], const u32 (&a)[4], u64 b, bool
 // --- dependent launch, registers ----------------------------------------------------------------
 
 inline void grid_dependency_wait(At at = At::current()) { emulator::grid_dependency_wait(at); }
+inline void grid_dependency_launch() {}  // a launch at a time
 
 template <i32 kRegisters>
 void set_max_registers_up(At at = At::current()) {
