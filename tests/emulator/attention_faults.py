@@ -33,6 +33,7 @@ _UNITS: dict[str, Any] = {"batch": 6, "num_q": 200}
 _PACKED_UNITS = (*_MEMBERS, (0, 40), (33, 60))
 _CLUSTERED: dict[str, Any] = {"batch": 1, "num_q": 290, "num_kv": 330, "heads": (2, 2), "head_dim": 256}
 _PACKED: dict[str, Any] = {"num_q": 20, "num_kv": 133, "heads": (14, 2)}  # rows without a query, two units for a head
+_QUERIES_COME = "    ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);\n    turns.next();\n"
 _WAYS: dict[str, Any] = {"num_splits": 6, "num_kv": 600}  # two warps join a row
 _PARTS: dict[str, Any] = {"num_splits": 40, "num_kv": 2600, "num_q": 5}  # more than eight warps load at once
 _UNEQUAL: dict[str, Any] = {"num_q": 180, "num_kv": 300, "head_dim": 128}
@@ -137,10 +138,6 @@ _SM89_FAULTS = [
     _fault(
         "the maximum of one lane", WRONG,
         (Edit(SOFTMAX, "      maximum = ptx::max_nan(maximum, ptx::shuffle_xor(maximum, mask));\n", "      ;\n"),),
-    ),
-    _fault(
-        "scores of one of two rows looked at", WRONG,
-        (Edit(SOFTMAX, "row < kLaneRows; ++row)\n      moved |=", "row < 1; ++row)\n      moved |="),), jumps=True,
     ),
     _fault(
         "low references taken for others", WRONG, (Edit(SOFTMAX, "!(reference >= -kMost)", "reference == kLowest"),),
@@ -405,7 +402,7 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "scores that are not committed", "accumulator",
-        (Edit(MATH, "step > 0);\n    ptx::wgmma_commit_group();\n", "step > 0);\n"),),
+        (Edit(MATH, "step > 0);\n    }\n    ptx::wgmma_commit_group();\n", "step > 0);\n    }\n"),),
     ),
     _sm90(
         "sums in flight while others are let go", "accumulator",
@@ -442,8 +439,7 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "scores added to those of the tile before", WRONG,
-        (Edit(MATH, "KMajor::make(k + tile::k_major_step<S.tile_keys>(step)), step > 0);",
-              "KMajor::make(k + tile::k_major_step<S.tile_keys>(step)), true);"),),
+        (Edit(MATH, "KMajor::make(queries), keys, step > 0);", "KMajor::make(queries), keys, true);"),),
     ),
     _sm90(
         "panels of values half as far apart", "descriptor",
@@ -602,6 +598,21 @@ _SM90_FAULTS = [
         "passed over keys stay drained once", "deadlock",
         (Edit(MATH, "      wait_for_values();\n      release_values();\n    }\n", "    }\n"),), **_UNEQUAL,
     ),
+    # --- queries in registers
+    _sm90(
+        "queries read before they have come", "pending-async uninitialized",
+        (Edit(MATH, _QUERIES_COME, ""),
+         Edit(MATH, "    skip(share.loaded - share.end);\n", _QUERIES_COME + "    skip(share.loaded - share.end);\n")),
+        **_UNEQUAL,
+    ),
+    _sm90(
+        "queries of the group's first warp", WRONG,
+        (Edit(MATH, "[ptx::warp_index() % 4 * 16]), step", "[0]), step"),), **_UNEQUAL,
+    ),
+    _sm90(
+        "the first k-step again and again", WRONG,
+        (Edit(MATH, "* 16]), step);", "* 16]), 0);"),), **_UNEQUAL,
+    ),
     # --- which tiles, in which order
     _sm90(
         "a turn of the queue that not all take part in is left out", WRONG,
@@ -745,8 +756,7 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "more registers than the block has", "deadlock",
-        (Edit(SM90, "!kThree ? 232 : S.head_dim() == 64 ? 160 : 152",
-              "!kThree ? 232 : S.head_dim() == 64 ? 168 : 160"),),
+        (Edit(SM90, "kThree ? 160 : 232", "kThree ? 168 : 232"),),
     ),
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@
 #include "deep_kernels/kernels/attention_unit_sm90.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
 #include "deep_kernels/tile/cluster.cuh"
+#include "deep_kernels/tile/fragments.cuh"
 #include "deep_kernels/tile/global_words.cuh"
 #include "deep_kernels/tile/layout.cuh"
 #include "deep_kernels/tile/mma.cuh"
@@ -136,6 +137,7 @@ struct Math {
   RowSoftmax<S> softmax;
   float sum[kSums] = {};  // sum[4j + 2r + e]: row r of the lane, column 8j + lane_column() + e
   u32 powers[kSumSteps][4];
+  u32 query[max_of<i32>(S.query_steps, 1)][4];  // the first k-steps of the unit's queries
   Units<S> units{smem};
   tile::Ring<S.k_stages> ks = tile::Ring<S.k_stages>::drainer();
   tile::Ring<S.v_stages> vs = tile::Ring<S.v_stages>::drainer();
@@ -181,10 +183,17 @@ struct Math {
     const u32 k = k_low + ks.slot * kStageUnits;
     ptx::wgmma_fence();
     DK_UNROLL
-    for (i32 step = 0; step < kScoreSteps; ++step)
-      tile::wgmma_k16<S.dtype>(scores,
-                               KMajor::make(q_low + tile::k_major_step<kAttentionGroupRows>(step)),
-                               KMajor::make(k + tile::k_major_step<S.tile_keys>(step)), step > 0);
+    for (i32 step = 0; step < kScoreSteps; ++step) {
+      const u64 keys = KMajor::make(k + tile::k_major_step<S.tile_keys>(step));
+      if constexpr (S.query_steps > 0) {
+        if (step < S.query_steps) {
+          tile::wgmma_k16_k_major<S.dtype>(scores, query[step], keys, step > 0);
+          continue;
+        }
+      }
+      const u32 queries = q_low + tile::k_major_step<kAttentionGroupRows>(step);
+      tile::wgmma_k16<S.dtype>(scores, KMajor::make(queries), keys, step > 0);
+    }
     ptx::wgmma_commit_group();
   }
   // sum = powers * values, added to what it is if `adds`.
@@ -253,6 +262,10 @@ struct Math {
   DK_DEVICE void begin(const Share& share) {
     ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);
     turns.next();
+    DK_UNROLL
+    for (i32 step = 0; step < S.query_steps; ++step)
+      tile::load_a_fragment<kHeadPanel * 2>(
+          query[step], ptx::smem_addr(&smem.q[group][0][ptx::warp_index() % 4 * 16]), step);
     skip(share.loaded - share.end);
   }
   // The first tile of the group, the rightmost one; meanwhile() runs under its scores.

@@ -31,8 +31,8 @@ template <AttentionSpec S>
 struct RoleRegisters {
   static constexpr bool kMove = Smem<S>::kGroups > 1;
   static constexpr bool kThree = Smem<S>::kGroups == 3;
-  static constexpr i32 kMath = !kThree ? 232 : S.head_dim() == 64 ? 160 : 152;
-  static constexpr i32 kLoads = !kThree ? 40 : S.head_dim() == 64 ? 32 : 56;
+  static constexpr i32 kMath = kThree ? 160 : 232;
+  static constexpr i32 kLoads = kThree ? 32 : 40;
 };
 
 // One warp that loads for the block's units; a lane issues, all of them find out what.
