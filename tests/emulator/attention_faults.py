@@ -638,11 +638,11 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "of a batch of tiles the first one again and again", WRONG + " race",
-        (Edit(QUEUE, "mine != 0; ++index, mine >>= 1", "mine != 0; mine >>= 1"),), **_UNITS,
+        (Edit(QUEUE, "index < count; ++index, mine >>= 1", "index < count; mine >>= 1"),), **_UNITS,
     ),
     _sm90(
-        "sums that clusters have different ones of", WRONG,
-        (Edit(QUEUE, "      if (added == 0) continue;", "      if (added == 0 || cluster == 1) continue;"),), **_UNITS,
+        "sums that clusters have different ones of", WRONG + " race",
+        (Edit(QUEUE, "== least) sum[j] += added;", "== least) sum[j] += cluster == 1 ? 0 : added;"),), **_UNITS,
     ),
     _sm90(
         "work in the place of the dealt out tiles", WRONG + " race bounds",

@@ -70,25 +70,28 @@ struct TileQueue {
     for (u32 first = clusters; first < count; first += 32) {
       u32 mine = deal_some(sums, cost_of(first + static_cast<u32>(ptx::lane_index())));
       DK_NO_UNROLL
-      for (u32 index = first; mine != 0; ++index, mine >>= 1)
+      for (u32 index = first; mine != 0 && index < count; ++index, mine >>= 1)
         if (mine % 2 != 0) deal(at(index));
     }
   }
-  // The lanes' tiles, in turn; bit i: whether lane i's is for this cluster.
+  // The lanes' tiles, in turn; bit i: whether lane i's, if there is one, is for this cluster. Four
+  // at a time have the latency of their shuffles in common.
   DK_DEVICE u32 deal_some(u32 sums, i32 cost) const {
     i32 sum[kOfLane];
     DK_UNROLL
     for (i32 i = 0; i < kOfLane; ++i) sum[i] = ptx::load_shared_i32(sums + 128 * i);
     u32 mine = 0;
     DK_NO_UNROLL
-    for (i32 i = 0; i < 32; ++i) {
-      const i32 added = ptx::shuffle(cost, i) * 256;
-      if (added == 0) continue;  // no such tile
-      const i32 least = ptx::reduce_min(least_of(sum));
+    for (i32 first = 0; first < 32; first += 4) {
       DK_UNROLL
-      for (i32 j = 0; j < kOfLane; ++j)
-        if (sum[j] == least) sum[j] += added;
-      if (static_cast<u32>(least % 256) == cluster) mine |= 1u << i;
+      for (i32 i = 0; i < 4; ++i) {
+        const i32 added = ptx::shuffle(cost, first + i) * 256;
+        const i32 least = ptx::reduce_min(least_of(sum));
+        DK_UNROLL
+        for (i32 j = 0; j < kOfLane; ++j)
+          if (sum[j] == least) sum[j] += added;
+        if (static_cast<u32>(least % 256) == cluster) mine |= 1u << (first + i);
+      }
     }
     const i32 done = ptx::reduce_min(least_of(sum)) / 256 * 256;  // differences count alone
     DK_UNROLL
