@@ -198,6 +198,10 @@ class SwiGLUMLP(torch.nn.Module):
         if x.dtype != torch.bfloat16 or x.dim() == 0 or x.size(-1) != self.hidden_size:
             wanted = f"bfloat16 [.., hidden_size={self.hidden_size}]"
             raise ValueError(f"{_NAME}: x must be {wanted}, got {formats._describe(x)}")
+        if formats._wants_gradient(x):
+            raise ValueError(
+                f"{_NAME}: x requires grad, but there is no backward pass: call it under torch.no_grad() or detach x"
+            )
         codes, scale = formats.quantize_fp8_block128(x.reshape(-1, self.hidden_size))
         y, y_scale = fp8_silu_fold_prefill(
             codes,
