@@ -143,6 +143,11 @@ def quantize_fp8_block128(x: Tensor, scale_fmt: str = "fp32") -> tuple[Tensor, T
         raise TypeError(f"{name}: scale_fmt must be a str, got {type(scale_fmt).__name__}")
     if scale_fmt not in SCALE_FORMATS:
         raise ValueError(f"{name}: scale_fmt must be one of {_list(SCALE_FORMATS)}, got {scale_fmt!r}")
+    return _quantized_fp8_block128(x, scale_fmt)
+
+
+def _quantized_fp8_block128(x: Tensor, scale_fmt: str) -> tuple[Tensor, Tensor]:
+    """The same of what has been checked."""
     blocks = _split_scale_blocks(_clamped_float32(x), -1)
     scale, factor = _scale_fp8_blocks(blocks.abs().amax(dim=-1), scale_fmt)
     values = _divide_blocks(blocks, factor.unsqueeze(-1))

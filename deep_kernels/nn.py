@@ -193,16 +193,12 @@ class SwiGLUMLP(torch.nn.Module):
             ValueError: dtype, shape or device is not as above, or x requires grad in grad mode (forward only).
             TypeError: x is not a tensor. UnsupportedError, CompileError: as fp8_silu_fold_prefill.
         """
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{_NAME}: x must be a torch.Tensor, got {type(x).__name__}")
+        formats._check_tensor(_NAME, "x", x)
         if x.dtype != torch.bfloat16 or x.dim() == 0 or x.size(-1) != self.hidden_size:
             wanted = f"bfloat16 [.., hidden_size={self.hidden_size}]"
             raise ValueError(f"{_NAME}: x must be {wanted}, got {formats._describe(x)}")
-        if formats._wants_gradient(x):
-            raise ValueError(
-                f"{_NAME}: x requires grad, but there is no backward pass: call it under torch.no_grad() or detach x"
-            )
-        codes, scale = formats.quantize_fp8_block128(x.reshape(-1, self.hidden_size))
+        formats._check_roundable(_NAME, x)
+        codes, scale = formats._quantized_fp8_block128(x.reshape(-1, self.hidden_size), "fp32")
         y, y_scale = fp8_silu_fold_prefill(
             codes,
             scale,

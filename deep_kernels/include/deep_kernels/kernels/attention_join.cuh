@@ -19,7 +19,7 @@ DK_DEVICE i64 num_joined_rows(const AttentionArgs& args) {
 
 template <AttentionJoinSpec S>
 struct JoinSmem {
-  alignas(16) float values[S.num_threads() / 32][S.head_panels * kHeadPanel];
+  alignas(16) float values[S.num_warps()][S.head_panels * kHeadPanel];
 };
 
 // What a warp does of a row: splits way, way + ways, .. of them.
@@ -30,8 +30,7 @@ struct RowJoin {
   static constexpr i32 kLaneChunks = ceil_div(kChunks, 32);  // 32 lie between them
 
   static constexpr i32 kLaneSplits = kMaxKvSplits / 32;
-  static constexpr i32 kAhead = kJoinAhead;  // splits that are loaded together
-  using Words = u32[kAhead][kLaneChunks][4];
+  using Words = u32[kJoinAhead][kLaneChunks][4];
 
   const AttentionArgs& args;
   i64 row;
@@ -80,7 +79,7 @@ struct RowJoin {
   }
   DK_DEVICE void load(Words& words, i32 first) const {
     DK_UNROLL
-    for (i32 i = 0; i < kAhead; ++i) {
+    for (i32 i = 0; i < kJoinAhead; ++i) {
       const i32 split = first + i * ways;
       const float* from = args.partial_out + (split * args.num_rows() + row) * kHeadDim;
       DK_UNROLL
@@ -92,7 +91,7 @@ struct RowJoin {
   // A split without keys that the row sees has the weight 0, whatever is multiplied by it.
   DK_DEVICE void add(const Words& words, i32 first) {
     DK_UNROLL
-    for (i32 i = 0; i < kAhead; ++i) {
+    for (i32 i = 0; i < kJoinAhead; ++i) {
       const i32 split = first + i * ways;
       if (split >= args.num_splits) continue;
       const float share = weight_of(split);
@@ -113,7 +112,7 @@ struct RowJoin {
     weigh();
     add(words, way);
     DK_NO_UNROLL
-    for (i32 first = way + kAhead * ways; first < args.num_splits; first += kAhead * ways) {
+    for (i32 first = way + kJoinAhead * ways; first < args.num_splits; first += kJoinAhead * ways) {
       load(words, first);
       add(words, first);
     }
