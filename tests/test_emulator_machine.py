@@ -533,23 +533,6 @@ def run_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_queries_in_registers(dtype: torch.dtype) -> None:
-    of_shared = "KMajor::make(KMajor::low(kQ) + tile::k_major_step<64>(k)),"
-    load = """
-  u32 q[8][4];
-  for (i32 k = 0; k < 8; ++k)
-    tile::load_a_fragment<128>(q[k], kQ + k / 4 * (64 * 128) + thread / 32 * (16 * 128), k % 4);
-  ptx::wgmma_fence();
-  for"""
-    edits = (
-        ("ptx::wgmma_fence();\n  for", load),
-        ("wgmma_k16<DType::TYPE>(s, " + of_shared, "wgmma_k16_k_major<DType::TYPE>(s, q[k],"),
-    )
-    found, wanted = run_attention(80, 128, dtype, edits)
-    assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("keys", "width"), [(64, 128), (80, 256), (128, 64)])
 def test_attention_by_wgmma(keys: int, width: int, dtype: torch.dtype) -> None:
     found, wanted = run_attention(keys, width, dtype)

@@ -69,7 +69,6 @@ def run_kernel(
     pointers = [f"const u8* in{i};" for i in range(len(inputs))] + [f"u8* out{i};" for i in range(len(outputs))]
     names = [f"in{i}" for i in range(len(inputs))] + [f"out{i}" for i in range(len(outputs))]
     source = f"""#include "deep_kernels/ptx/sm90.cuh"
-#include "deep_kernels/tile/fragments.cuh"
 #include "deep_kernels/tile/layout.cuh"
 #include "deep_kernels/tile/mma.cuh"
 namespace dk = deep_kernels;

@@ -141,8 +141,7 @@ void wgmma_e4m3(float* d, u64 a, u64 b, i32 n, bool accumulate, At at);
 void wgmma_e4m3(float* d, const u32* a, i32 sign, u64 b, i32 n, bool accumulate, At at);
 // Of 16-bit elements; with a in registers b is MN-major.
 void wgmma_k16(WgmmaType type, float* d, u64 a, u64 b, i32 n, bool accumulate, At at);
-void wgmma_k16(WgmmaType type, float* d, const u32* a, u64 b, i32 n, bool accumulate, At at,
-               bool b_mn_major = true);
+void wgmma_k16(WgmmaType type, float* d, const u32* a, u64 b, i32 n, bool accumulate, At at);
 void wgmma_wait_group(i32 pending, At at);
 void wgmma_ready(const float* d, i32 count, At at);
 

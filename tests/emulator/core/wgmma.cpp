@@ -445,9 +445,8 @@ void wgmma_k16(WgmmaType type, float* d, u64 a, u64 b, i32 n, bool accumulate, A
   meet(Meeting::wgmma, reinterpret_cast<u64>(&operands), 0, at);
 }
 
-void wgmma_k16(WgmmaType type, float* d, const u32* a, u64 b, i32 n, bool accumulate, At at,
-               bool b_mn_major) {
-  WgmmaOperands operands{d, 0, b, a, n, accumulate, type, b_mn_major};
+void wgmma_k16(WgmmaType type, float* d, const u32* a, u64 b, i32 n, bool accumulate, At at) {
+  WgmmaOperands operands{d, 0, b, a, n, accumulate, type, /*b_mn_major=*/true};
   meet(Meeting::wgmma, reinterpret_cast<u64>(&operands), 0, at);
 }
 

@@ -236,9 +236,6 @@ struct AttentionSpec {
   u8 v_stages = 0;
   u8 cluster = 1;        // blocks that share what is loaded of keys and values, sm90: 1 or 2
   bool ordered = false;  // math warpgroups issue their products one after the other, sm90
-  // k-steps of the queries that math warps have in registers, sm90: shared memory, which brings
-  // both operands of 80 keys as fast as they are multiplied and no faster, has less to bring.
-  u8 query_steps = 0;
 
   static constexpr const char* op() { return "attention"; }
 
@@ -260,7 +257,6 @@ struct AttentionSpec {
     visit("v_stages", v_stages);
     visit("cluster", cluster);
     visit("ordered", ordered);
-    visit("query_steps", query_steps);
   }
 
   constexpr i32 head_dim() const { return head_panels * kHeadPanel; }
@@ -284,20 +280,22 @@ struct AttentionSpec {
   constexpr i32 unit_heads(const AttentionArgs& args) const {  // units side by side
     return packs_heads ? args.num_kv_heads : args.num_q_heads;
   }
+  // Queries of the next unit come while those of this one are in use, where shared memory has room.
+  constexpr i32 q_stages() const { return backend == Backend::sm90 && head_panels <= 2 ? 2 : 1; }
   constexpr i32 smem_bytes() const {
-    const i32 rows = tile_rows + (k_stages + v_stages) * tile_keys;
+    const i32 rows = q_stages() * tile_rows + (k_stages + v_stages) * tile_keys;
     return rows * head_dim() * 2 + (backend == Backend::sm90 ? 2048 : 0);  // barriers, units
   }
   // What the polynomials of emulated powers need beside a row's scores and sums.
   constexpr i32 spill_limit_bytes() const {
     return backend == Backend::sm90 && ex2_res > 0 ? 32 : 0;
   }
-  // Scores of a unit's first tile, alone or under the stores of the unit before, both products of
-  // the others, of which masked ones have a loop of their own, and the last sums.
+  // Both products of a tile, of which masked ones have a loop of their own, and where a unit begins
+  // and ends: with those of another unit and alone.
   constexpr i32 num_wgmma() const {
     if (backend != Backend::sm90) return 0;
-    const i32 loops = causal ? 2 : 1;
-    return (loops + 2) * (head_dim() / 16) + (loops + 1) * (tile_keys / 16);
+    const i32 places = causal ? 4 : 3;
+    return places * (head_dim() / 16 + tile_keys / 16);
   }
   // Units, which clusters take in turn. With cu_seqlens as many as fit the totals: what the caller
   // said is the longest member is not relied on.
@@ -327,10 +325,8 @@ struct AttentionSpec {
     if (tile_keys == 0 || tile_keys % 16 != 0 || fragments().length > kMaxFragment)
       return "tile_keys must be a multiple of 16 up to 240";
     if (k_stages == 0 || v_stages == 0) return "k_stages and v_stages must be at least 1";
-    if (backend != Backend::sm90 && (cluster != 1 || ordered || packs_heads || query_steps != 0))
-      return "cluster must be 1, ordered and packs_heads false, query_steps 0";
-    if (query_steps > 4 || (query_steps > 0 && tile_keys != 80))
-      return "query_steps must be at most 4, and 0 unless tile_keys is 80";
+    if (backend != Backend::sm90 && (cluster != 1 || ordered || packs_heads))
+      return "cluster must be 1, ordered and packs_heads false";
     if (cluster != 1 && cluster != 2) return "cluster must be 1 or 2";
     if (cluster == 2 && (head_panels == 1 || tile_rows != 128))
       return "cluster of 2 needs a head_dim of 128 or 256 and tile_rows of 128";
@@ -346,7 +342,6 @@ struct AttentionTile {
   u8 v_stages;
   u8 cluster;
   bool ordered;
-  u8 query_steps = 0;
 };
 constexpr AttentionSpec with_tile(AttentionSpec spec, const AttentionTile& tile) {
   spec.tile_rows = tile.rows;
@@ -355,7 +350,6 @@ constexpr AttentionSpec with_tile(AttentionSpec spec, const AttentionTile& tile)
   spec.v_stages = tile.v_stages;
   spec.cluster = tile.cluster;
   spec.ordered = tile.ordered;
-  spec.query_steps = tile.query_steps;
   return spec;
 }
 // For members of num_rows rows at most, 0 if that is not known, by what was measured (H200,
@@ -377,7 +371,7 @@ constexpr AttentionTile attention_tile(Backend backend, i32 head_dim, bool causa
            : causal          ? AttentionTile{128, 64, 3, 2, 1, false}
                              : AttentionTile{128, 80, 2, 2, 1, false};
   return head_dim == 64    ? AttentionTile{192, 128, 2, 2, 1, true}
-         : head_dim == 128 ? AttentionTile{192, 80, 3, 3, 1, true, 2}
+         : head_dim == 128 ? AttentionTile{192, 80, 3, 3, 1, true}
          : causal          ? AttentionTile{128, 64, 3, 2, 2, false}
                            : AttentionTile{128, 80, 2, 2, 2, false};
 }

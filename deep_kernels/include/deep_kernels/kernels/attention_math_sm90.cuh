@@ -1,7 +1,7 @@
 // A math warpgroup of flash attention on Hopper: 64 rows against tiles of keys, right to left. The
 // scores of the next tile and the sums over this one run on the tensor cores together, softmax
-// under the sums, and the first scores of a unit while the results of the one before are stored.
-// Powers stay in registers as the first operand.
+// under the sums. So do the first scores of a unit and the last sums of the one before, whose
+// results are stored under those scores. Powers stay in registers as the first operand.
 #pragma once
 
 #include "deep_kernels/contract/attention.h"
@@ -9,7 +9,6 @@
 #include "deep_kernels/kernels/attention_unit_sm90.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
 #include "deep_kernels/tile/cluster.cuh"
-#include "deep_kernels/tile/fragments.cuh"
 #include "deep_kernels/tile/global_words.cuh"
 #include "deep_kernels/tile/layout.cuh"
 #include "deep_kernels/tile/mma.cuh"
@@ -85,18 +84,28 @@ struct ResultStore {
   DK_DEVICE void store_whole(i32 r, bool exists, i32 head, i32 query, Result& result,
                              float log2_sum) const {
     if (exists && ptx::lane_index() % 4 == 0) store_lse(args, unit.member, head, query, log2_sum);
-    u16* to = out_row(args, unit.member, head, query) + ptx::lane_index() % 4 * 8;
+    u16* row = out_row(args, unit.member, head, query);
+    const auto pair = [&](i32 i) { return rounded_pair<S.dtype>(result(i), result(i + 1)); };
+    if (!out_is_aligned()) {
+      DK_UNROLL
+      for (i32 i = 2 * r; i < kSums; i += 4)
+        if (exists) tile::store_words(row + column_of_element(i) + lane_column(), {pair(i)});
+      return;
+    }
+    u16* to = row + ptx::lane_index() % 4 * 8;
     DK_UNROLL
     for (i32 part = 0; part < S.head_dim() / 32; ++part) {
       u32 word[4];
       DK_UNROLL
-      for (i32 j = 0; j < 4; ++j) {
-        const i32 i = 4 * (4 * part + j) + 2 * r;
-        word[j] = rounded_pair<S.dtype>(result(i), result(i + 1));
-      }
+      for (i32 j = 0; j < 4; ++j) word[j] = pair(4 * (4 * part + j) + 2 * r);
       transpose_quad(word);
-      if (exists) tile::store_words(to + 32 * part, word);
+      if (exists) ptx::store_global_x4(to + 32 * part, word[0], word[1], word[2], word[3]);
     }
+  }
+  // Whether every row is, for pieces of 16 bytes: one branch for all of them.
+  DK_DEVICE bool out_is_aligned() const {
+    const u64 strides = args.out_batch_stride | args.out_token_stride | args.out_head_stride;
+    return ((reinterpret_cast<u64>(args.out) | strides * 2) & 15) == 0;
   }
   // word[i] of lane t of a quad becomes word[t] of lane i. Converged.
   static DK_DEVICE void transpose_quad(u32 (&word)[4]) {
@@ -122,6 +131,7 @@ struct Math {
   using MnMajor = tile::MnMajorDescriptor<S.tile_keys>;
   static constexpr i32 kGroups = Smem<S>::kGroups;
   static constexpr i32 kStageUnits = S.tile_keys * S.head_dim() * 2 >> 4;  // of a descriptor
+  static constexpr i32 kQueryStageUnits = S.tile_rows * S.head_dim() * 2 >> 4;
   static constexpr i32 kScoreSteps = S.head_dim() / 16;
   static constexpr i32 kSumSteps = S.tile_keys / 16;
   static constexpr i32 kSums = S.head_dim() / 2;
@@ -131,21 +141,20 @@ struct Math {
   Smem<S>& smem;
   i32 group;
   LaneRows<S> rows;
-  u32 q_low;  // descriptors of the group's queries, and of stages 0
+  u32 q_low;  // descriptors of stages 0: the group's queries, keys, values
   u32 k_low;
   u32 v_low;
   RowSoftmax<S> softmax;
   float sum[kSums] = {};  // sum[4j + 2r + e]: row r of the lane, column 8j + lane_column() + e
   u32 powers[kSumSteps][4];
-  u32 query[max_of<i32>(S.query_steps, 1)][4];  // the first k-steps of the unit's queries
   Units<S> units{smem};
   tile::Ring<S.k_stages> ks = tile::Ring<S.k_stages>::drainer();
   tile::Ring<S.v_stages> vs = tile::Ring<S.v_stages>::drainer();
-  tile::Ring<1> turns = tile::Ring<1>::drainer();
+  tile::Ring<S.q_stages()> qs = tile::Ring<S.q_stages()>::drainer();
 
   DK_DEVICE Math(const AttentionArgs& args, Smem<S>& smem, i32 group)
       : args(args), smem(smem), group(group), rows{args, first_query_of<S>(args, group)} {
-    q_low = KMajor::low(ptx::smem_addr(&smem.q[group]));
+    q_low = KMajor::low(ptx::smem_addr(&smem.q[0][group]));
     k_low = KMajor::low(ptx::smem_addr(&smem.k[0]));
     v_low = MnMajor::low(ptx::smem_addr(&smem.v[0]));
   }
@@ -167,7 +176,8 @@ struct Math {
     vs.next();
   }
   DK_DEVICE void release_queries() {
-    tile::arrive_in_blocks<1>(ptx::smem_addr(&smem.q_drained[group]));
+    tile::arrive_in_blocks<1>(ptx::smem_addr(&smem.q_drained[qs.slot][group]));
+    qs.next();
   }
 
   // Ordered groups issue their products one after the other, so that one has its softmax while the
@@ -180,20 +190,14 @@ struct Math {
   }
 
   DK_DEVICE void start_scores(Scores& scores) const {
+    const u32 q = q_low + qs.slot * kQueryStageUnits;
     const u32 k = k_low + ks.slot * kStageUnits;
     ptx::wgmma_fence();
     DK_UNROLL
-    for (i32 step = 0; step < kScoreSteps; ++step) {
-      const u64 keys = KMajor::make(k + tile::k_major_step<S.tile_keys>(step));
-      if constexpr (S.query_steps > 0) {
-        if (step < S.query_steps) {
-          tile::wgmma_k16_k_major<S.dtype>(scores, query[step], keys, step > 0);
-          continue;
-        }
-      }
-      const u32 queries = q_low + tile::k_major_step<kAttentionGroupRows>(step);
-      tile::wgmma_k16<S.dtype>(scores, KMajor::make(queries), keys, step > 0);
-    }
+    for (i32 step = 0; step < kScoreSteps; ++step)
+      tile::wgmma_k16<S.dtype>(scores,
+                               KMajor::make(q + tile::k_major_step<kAttentionGroupRows>(step)),
+                               KMajor::make(k + tile::k_major_step<S.tile_keys>(step)), step > 0);
     ptx::wgmma_commit_group();
   }
   // sum = powers * values, added to what it is if `adds`.
@@ -216,9 +220,11 @@ struct Math {
     i32 first_masked;
     i32 end;
     i32 loaded;
-    i32 visible[kLaneRows];  // keys that the lane's rows see
+    VisibleKeys visible;
 
     DK_DEVICE bool sees() const { return end > begin; }
+    // Whether there are fewer keys than the last tile has room for.
+    DK_DEVICE bool ends_inside() const { return visible.count - (end - 1) * S.tile_keys < S.tile_keys; }
   };
   DK_DEVICE Share share_of(const RowTile& unit) const {
     const i32 first = rows.first_query;
@@ -228,17 +234,15 @@ struct Math {
     share.loaded = unit.keys.end;
     share.first_masked =
         S.causal ? max_of(unit.template full_end<S>(first), share.begin) : share.end - 1;
-    DK_UNROLL
-    for (i32 r = 0; r < kLaneRows; ++r)
-      share.visible[r] = attention_visible_end(unit.first_query + rows.place(r).query,
-                                               unit.member.num_q, unit.member.num_kv, S.causal);
+    share.visible = unit.template visible_keys<S>();
     return share;
   }
 
-  static DK_DEVICE void mask(Scores& scores, const Share& share, i32 tile) {
+  DK_DEVICE void mask(Scores& scores, const Share& share, i32 tile) const {
     i32 visible[kLaneRows];
     DK_UNROLL
-    for (i32 r = 0; r < kLaneRows; ++r) visible[r] = share.visible[r] - tile * S.tile_keys;
+    for (i32 r = 0; r < kLaneRows; ++r)
+      visible[r] = share.visible.end(rows.place(r).query) - tile * S.tile_keys;
     mask_scores(scores, visible);
   }
   DK_DEVICE void keep_powers(const Scores& scores) {
@@ -247,41 +251,47 @@ struct Math {
   }
 
   // Tiles that only other groups of the unit see.
-  DK_DEVICE void skip(i32 count) {
+  DK_DEVICE void skip_keys(i32 count) {
     DK_NO_UNROLL
     for (i32 i = 0; i < count; ++i) {
       wait_for_keys();
       take_turn();
       pass_turn();
       release_keys();
+    }
+  }
+  DK_DEVICE void skip_values(i32 count) {
+    DK_NO_UNROLL
+    for (i32 i = 0; i < count; ++i) {
       wait_for_values();
       release_values();
     }
   }
-  // Waits for the queries, and passes over the tiles that the group does not see.
-  DK_DEVICE void begin(const Share& share) {
-    ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);
-    turns.next();
-    DK_UNROLL
-    for (i32 step = 0; step < S.query_steps; ++step)
-      tile::load_a_fragment<kHeadPanel * 2>(
-          query[step], ptx::smem_addr(&smem.q[group][0][ptx::warp_index() % 4 * 16]), step);
-    skip(share.loaded - share.end);
+  DK_DEVICE void skip(i32 count) {
+    DK_NO_UNROLL
+    for (i32 i = 0; i < count; ++i) {
+      skip_keys(1);
+      skip_values(1);
+    }
   }
-  // The first tile of the group, the rightmost one; meanwhile() runs under its scores.
-  template <class Meanwhile>
-  DK_DEVICE void first_scores(Scores& scores, Meanwhile&& meanwhile) {
+  DK_DEVICE void wait_for_queries() const {
+    ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[qs.slot][group]), qs.parity);
+  }
+  // Starts the scores of a unit's first tile, the rightmost one that the group sees.
+  DK_DEVICE void start_unit(Scores& scores) const {
+    wait_for_queries();
     wait_for_keys();
     take_turn();
     start_scores(scores);
     pass_turn();
-    meanwhile();
+  }
+  DK_DEVICE void end_scores(Scores& scores) {
     ptx::wgmma_wait_group<0>(scores);
     release_keys();
   }
   DK_DEVICE void first_powers(Scores& scores, const Share& share) {
     float factor[kLaneRows];
-    mask(scores, share, share.end - 1);
+    if (S.causal || share.ends_inside()) mask(scores, share, share.end - 1);
     softmax.add(scores, args.scale_log2, factor);
     keep_powers(scores);
     if (share.end - 1 > share.begin) wait_for_keys();
@@ -311,8 +321,9 @@ struct Math {
     }
     keep_powers(scores);
   }
-  // All tiles, of which the first has its scores.
-  DK_DEVICE void add_tiles(Scores& scores, const Share& share) {
+  // All tiles, of which the first has its scores, but the sums over the last one, which are to be
+  // added to what there is if it returns true.
+  DK_DEVICE bool add_tiles(Scores& scores, const Share& share) {
     first_powers(scores, share);
     i32 tile = share.end - 2;
     bool adds = false;
@@ -324,10 +335,7 @@ struct Math {
     DK_NO_UNROLL
     for (; tile >= share.begin; --tile, adds = true) next_tile<false>(scores, share, tile, adds);
     release_queries();
-    wait_for_values();
-    start_sums(adds);
-    ptx::wgmma_wait_group<0>(sum);
-    release_values();
+    return adds;
   }
 
   // --- units
@@ -337,8 +345,13 @@ struct Math {
     softmax.close();
     const RowTile unit = tile::load_shared(smem.unit[slot]);
     const Divisor divisor[] = {softmax.divisor(0), softmax.divisor(1)};
+    if (ptx::any(divisor[0].saw_nothing || divisor[1].saw_nothing)) {
+      DK_UNROLL
+      for (i32 i = 0; i < kSums; ++i)
+        if (divisor[row_of_element(i)].saw_nothing) sum[i] = 0.0f;
+    }
     const ResultStore<S> results{args, unit, rows};
-    results.run([&](i32 i) { return divisor[row_of_element(i)].divide(sum[i]); },
+    results.run([&](i32 i) { return divisor[row_of_element(i)].divide_finite(sum[i]); },
                 [&](i32 r) { return softmax.log2_sum(r); });
     units.give_back(slot);
   }
@@ -349,28 +362,48 @@ struct Math {
     bool has_scores = false;  // those of the unit's first tile
     RowTile unit = units.look();
     Share share = share_of(unit);
+    skip(share.loaded - share.end);
     DK_NO_UNROLL
     while (unit.exists()) {
-      if (share.sees() && !has_scores) {
-        begin(share);
-        first_scores(scores, [] {});
-      }
       softmax.open();
-      if (share.sees()) {
-        add_tiles(scores, share);
+      const bool sees = share.sees();
+      bool adds = false;
+      if (sees) {
+        if (!has_scores) {
+          start_unit(scores);
+          end_scores(scores);
+        }
+        adds = add_tiles(scores, share);
       } else if (share.loaded > share.begin) {
-        begin(share);
+        wait_for_queries();
         release_queries();
       }
       const i32 slot = units.slots.slot;
       units.slots.next();
       unit = units.look();
       share = share_of(unit);
-      has_scores = share.sees();
+      has_scores = sees && share.sees() && share.end == share.loaded;
       if (has_scores) {
-        begin(share);
-        first_scores(scores, [&] { store(slot); });
+        wait_for_values();
+        start_sums(adds);
+        start_unit(scores);
+        ptx::wgmma_wait_group<1>(sum);
+        release_values();
+        store(slot);
+        end_scores(scores);
       } else {
+        i32 skipped = 0;
+        if (sees) {
+          wait_for_values();
+          start_sums(adds);
+          // Others wait for the turns, and no longer for these values than there are stages.
+          skipped = min_of<i32>(share.loaded - share.end, S.v_stages);
+          skip_keys(skipped);
+          ptx::wgmma_wait_group<0>(sum);
+          release_values();
+          skip_values(skipped);
+        }
+        skip(share.loaded - share.end - skipped);
         store(slot);
       }
     }

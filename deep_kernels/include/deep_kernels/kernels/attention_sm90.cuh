@@ -31,8 +31,8 @@ template <AttentionSpec S>
 struct RoleRegisters {
   static constexpr bool kMove = Smem<S>::kGroups > 1;
   static constexpr bool kThree = Smem<S>::kGroups == 3;
-  static constexpr i32 kMath = kThree ? 160 : 232;
-  static constexpr i32 kLoads = kThree ? 32 : 40;
+  static constexpr i32 kMath = !kThree ? 232 : S.head_dim() == 64 ? 160 : 152;
+  static constexpr i32 kLoads = !kThree ? 40 : S.head_dim() == 64 ? 32 : 56;
 };
 
 // One warp that loads for the block's units; a lane issues, all of them find out what.
@@ -102,22 +102,22 @@ struct Loader {
 
   DK_DEVICE void load_queries() const {
     if constexpr (S.packs_heads) clear_rows_without_query();
-    auto turns = tile::Ring<1>::filler();
+    auto stages = tile::Ring<S.q_stages()>::filler();
     each_unit([&](const RowTile& unit) {
       if (ptx::lane_index() == 0) {
         DK_NO_UNROLL
         for (i32 group = 0; group < Smem<S>::kGroups; ++group) {
-          ptx::mbarrier_wait(ptx::smem_addr(&smem.q_drained[group]), turns.parity);
-          load_group(unit, group);
+          ptx::mbarrier_wait(ptx::smem_addr(&smem.q_drained[stages.slot][group]), stages.parity);
+          load_group(unit, stages.slot, group);
         }
       }
       ptx::sync_warp();
-      turns.next();
+      stages.next();
     });
   }
   DK_DEVICE i32 group_rows() const { return group_queries<S>(args) * heads_per_unit<S>(args); }
-  DK_DEVICE void load_group(const RowTile& unit, i32 group) const {
-    const u32 filled = ptx::smem_addr(&smem.q_filled[group]);
+  DK_DEVICE void load_group(const RowTile& unit, i32 stage, i32 group) const {
+    const u32 filled = ptx::smem_addr(&smem.q_filled[stage][group]);
     const i32 token =
         static_cast<i32>(unit.member.first_q) + unit.first_query + first_query_of<S>(args, group);
     const i32 batch = static_cast<i32>(unit.member.batch);
@@ -126,18 +126,20 @@ struct Loader {
       ptx::mbarrier_arrive_expect_tx(filled, static_cast<u32>(group_rows()) * kRowBytes);
       DK_NO_UNROLL
       for (i32 panel = 0; panel < S.head_panels; ++panel)
-        ptx::tma_load_5d(ptx::smem_addr(&smem.q[group][panel]), maps.q, filled, 0, unit.head, token,
+        ptx::tma_load_5d(ptx::smem_addr(&smem.q[stage][group][panel]), maps.q, filled, 0, unit.head, token,
                          panel, batch);
     } else {
       ptx::mbarrier_arrive_expect_tx(filled, kAttentionGroupRows * S.head_dim() * 2);
-      ptx::tma_load_5d(ptx::smem_addr(&smem.q[group]), maps.q, filled, 0, token, 0, unit.head,
+      ptx::tma_load_5d(ptx::smem_addr(&smem.q[stage][group]), maps.q, filled, 0, token, 0, unit.head,
                        batch);
     }
   }
   // Which no copy writes, and the tensor cores read.
   DK_DEVICE void clear_rows_without_query() const {
     DK_NO_UNROLL
-    for (i32 group = 0; group < Smem<S>::kGroups; ++group) clear_rows(smem.q[group], group_rows());
+    for (i32 stage = 0; stage < S.q_stages(); ++stage)
+      for (i32 group = 0; group < Smem<S>::kGroups; ++group)
+        clear_rows(smem.q[stage][group], group_rows());
     ptx::sync_warp();
   }
 

@@ -83,9 +83,11 @@ struct Divisor {
 
   DK_DEVICE explicit Divisor(float sum) : saw_nothing(sum == 0.0f) {
     const float near = ptx::rcp_approx_ftz(sum);
-    inverse = ptx::fma(ptx::fma(-sum, near, 1.0f), near, near);
+    inverse = saw_nothing ? 0.0f : ptx::fma(ptx::fma(-sum, near, 1.0f), near, near);
   }
   DK_DEVICE float divide(float value) const { return saw_nothing ? 0.0f : value * inverse; }
+  // The same of what is not NaN or infinite, or of a row that saw something.
+  DK_DEVICE float divide_finite(float value) const { return value * inverse; }
 };
 DK_DEVICE float log2_sum(float reference, float sum) {
   return reference + ptx::lg2_approx_ftz(sum);

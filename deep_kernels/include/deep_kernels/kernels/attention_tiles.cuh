@@ -24,6 +24,14 @@ DK_DEVICE i32 unit_queries(const AttentionArgs& args) {
   return S.unit_rows();
 }
 
+// The keys [0, end(i)) that query i of a tile sees.
+struct VisibleKeys {
+  i32 count;
+  i32 of_first;  // end(0), but may be negative
+
+  DK_DEVICE i32 end(i32 query) const { return max_of(min_of(of_first, count - query) + query, 0); }
+};
+
 // A tile of queries, unit_queries<S>(args) of them, of one head or of all that share a kv head, and
 // what keys a split has for them. Fit for copies of 16 bytes.
 struct alignas(16) RowTile {
@@ -35,6 +43,14 @@ struct alignas(16) RowTile {
   KeyTiles keys;    // of which some query of the tile sees a key
 
   DK_DEVICE bool exists() const { return first_query >= 0 && first_query < member.num_q; }
+  // What a query sees of keys, as a word of 32 bits for all queries of the tile.
+  template <AttentionSpec S>
+  DK_DEVICE VisibleKeys visible_keys() const {
+    if constexpr (!S.causal) return {member.num_kv, member.num_kv};
+    constexpr i64 kLowest = -(1 << 30);  // far enough below 0 for all queries of a tile
+    const i64 of_first = i64{first_query} + 1 + member.num_kv - member.num_q;
+    return {member.num_kv, static_cast<i32>(clamp_to<i64>(of_first, kLowest, member.num_kv))};
+  }
   // Where the key tiles end of which one of `count` queries from the tile's `first` on sees a key.
   template <AttentionSpec S>
   DK_DEVICE i32 seen_end(i32 first, i32 count) const {

@@ -18,7 +18,7 @@ struct Smem {
   // What has been dealt out: of the loading warps one may be at the next unit but one while the
   // math warps still store the last.
   static constexpr i32 kUnits = 4;
-  alignas(1024) u16 q[kGroups][S.head_panels][kAttentionGroupRows][kHeadPanel];
+  alignas(1024) u16 q[S.q_stages()][kGroups][S.head_panels][kAttentionGroupRows][kHeadPanel];
   alignas(1024) u16 k[S.k_stages][S.head_panels][S.tile_keys][kHeadPanel];
   alignas(1024) u16 v[S.v_stages][S.head_panels][S.tile_keys][kHeadPanel];
   RowTile unit[kUnits];  // the last one has no rows
@@ -26,8 +26,8 @@ struct Smem {
   // Each pair: who arrives, who waits.
   alignas(8) u64 unit_filled[kUnits];  // schedule warp -> loading and math warps
   u64 unit_drained[kUnits];            // and back
-  u64 q_filled[kGroups];               // query warp, and TMA bytes -> warps of the group
-  u64 q_drained[kGroups];              // and back
+  u64 q_filled[S.q_stages()][kGroups];   // query warp, and TMA bytes -> warps of the group
+  u64 q_drained[S.q_stages()][kGroups];  // and back
   u64 k_filled[S.k_stages];            // kv warp, and TMA bytes -> math warps
   u64 k_drained[S.k_stages];           // math warps of the cluster -> kv warp
   u64 v_landed[S.v_stages];            // with cu_seqlens: kv warp, and TMA bytes -> tail warp
@@ -46,9 +46,12 @@ DK_DEVICE void init_barriers(Smem<S>& smem) {
     ptx::mbarrier_init(ptx::smem_addr(&smem.unit_drained[i]), kReaders);
   }
   DK_UNROLL
-  for (i32 i = 0; i < Smem<S>::kGroups; ++i) {
-    ptx::mbarrier_init(ptx::smem_addr(&smem.q_filled[i]), 1);
-    ptx::mbarrier_init(ptx::smem_addr(&smem.q_drained[i]), 4);
+  for (i32 stage = 0; stage < S.q_stages(); ++stage) {
+    DK_UNROLL
+    for (i32 i = 0; i < Smem<S>::kGroups; ++i) {
+      ptx::mbarrier_init(ptx::smem_addr(&smem.q_filled[stage][i]), 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.q_drained[stage][i]), 4);
+    }
   }
   DK_UNROLL
   for (i32 i = 0; i < S.k_stages; ++i) {

@@ -525,21 +525,6 @@ DK_DEVICE void wgmma_m64n256k16_f16(float (&d)[128], const u32 (&a)[4], u64 b, b
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
                  "r"(static_cast<i32>(accumulate)));
 }
-// The same with b [n, 16] K-major.
-DK_DEVICE void wgmma_m64n80k16_k_major_bf16(float (&d)[40], const u32 (&a)[4], u64 b,
-                                            bool accumulate) {
-  asm volatile(
-      DK_WGMMA_K16("m64n80k16", "bf16", DK_PLACES_40, "{%40, %41, %42, %43}, %44", "%45", "0")
-      : DK_FLOATS_40(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
-DK_DEVICE void wgmma_m64n80k16_k_major_f16(float (&d)[40], const u32 (&a)[4], u64 b,
-                                           bool accumulate) {
-  asm volatile(
-      DK_WGMMA_K16("m64n80k16", "f16", DK_PLACES_40, "{%40, %41, %42, %43}, %44", "%45", "0")
-      : DK_FLOATS_40(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
 
 #undef DK_PLACES_TEN
 #undef DK_PLACES_30

@@ -60,12 +60,5 @@ DK_DEVICE void wgmma_k16(float (&d)[kCount], const u32 (&a)[4], u64 b, bool accu
     kBf16 ? ptx::wgmma_m64n256k16_bf16(d, a, b, accumulate)
           : ptx::wgmma_m64n256k16_f16(d, a, b, accumulate);
 }
-// The same with a in registers and b K-major.
-template <DType kType>
-DK_DEVICE void wgmma_k16_k_major(float (&d)[40], const u32 (&a)[4], u64 b, bool accumulate) {
-  static_assert(kType == DType::bfloat16 || kType == DType::float16);
-  kType == DType::bfloat16 ? ptx::wgmma_m64n80k16_k_major_bf16(d, a, b, accumulate)
-                           : ptx::wgmma_m64n80k16_k_major_f16(d, a, b, accumulate);
-}
 
 }  // namespace deep_kernels::tile

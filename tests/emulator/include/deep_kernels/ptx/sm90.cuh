@@ -209,14 +209,6 @@ inline void wgmma_m64n256k16_f16(float (&d)[128], const u32 (&a)[4], u64 b, bool
                                  At at = At::current()) {
   emulator::wgmma_k16(WgmmaType::f16, d, a, b, 256, accumulate, at);
 }
-inline void wgmma_m64n80k16_k_major_bf16(float (&d)[40], const u32 (&a)[4], u64 b, bool accumulate,
-                                         At at = At::current()) {
-  emulator::wgmma_k16(WgmmaType::bf16, d, a, b, 80, accumulate, at, /*b_mn_major=*/false);
-}
-inline void wgmma_m64n80k16_k_major_f16(float (&d)[40], const u32 (&a)[4], u64 b, bool accumulate,
-                                        At at = At::current()) {
-  emulator::wgmma_k16(WgmmaType::f16, d, a, b, 80, accumulate, at, /*b_mn_major=*/false);
-}
 
 // --- dependent launch, registers ----------------------------------------------------------------
 
