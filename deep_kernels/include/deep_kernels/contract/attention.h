@@ -429,7 +429,6 @@ struct MappedTensor {
     map.base = base;
     map.type = MapType::bf16_;
     map.swizzle = Swizzle::b128;
-    map.promotion = L2Promotion::b128;
     set_dimensions(map, dims, strides, sizeof(u16), box);
     if (tokens == 0) map.rank = 0;
     return map;

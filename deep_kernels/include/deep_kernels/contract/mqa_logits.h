@@ -400,7 +400,8 @@ constexpr MqaLogitsMaps<Map> mqa_logits_maps(const MqaLogitsSpec& spec, const Mq
              .box = {spec.head_dim, spec.kv_stage_rows()},
              .rank = 2,
              .type = MapType::u8_,
-             .swizzle = swizzle};
+             .swizzle = swizzle,
+             .promotion = L2Promotion::b256};
   maps.kv_scale = {.base = args.kv_scale,
                    .dims = {args.num_kv},
                    .strides = {4},

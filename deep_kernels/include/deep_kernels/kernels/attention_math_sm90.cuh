@@ -224,7 +224,9 @@ struct Math {
 
     DK_DEVICE bool sees() const { return end > begin; }
     // Whether there are fewer keys than the last tile has room for.
-    DK_DEVICE bool ends_inside() const { return visible.count - (end - 1) * S.tile_keys < S.tile_keys; }
+    DK_DEVICE bool ends_inside() const {
+      return visible.count - (end - 1) * S.tile_keys < S.tile_keys;
+    }
   };
   DK_DEVICE Share share_of(const RowTile& unit) const {
     const i32 first = rows.first_query;

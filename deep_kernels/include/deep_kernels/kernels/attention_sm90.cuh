@@ -126,12 +126,12 @@ struct Loader {
       ptx::mbarrier_arrive_expect_tx(filled, static_cast<u32>(group_rows()) * kRowBytes);
       DK_NO_UNROLL
       for (i32 panel = 0; panel < S.head_panels; ++panel)
-        ptx::tma_load_5d(ptx::smem_addr(&smem.q[stage][group][panel]), maps.q, filled, 0, unit.head, token,
-                         panel, batch);
+        ptx::tma_load_5d(ptx::smem_addr(&smem.q[stage][group][panel]), maps.q, filled, 0, unit.head,
+                         token, panel, batch);
     } else {
       ptx::mbarrier_arrive_expect_tx(filled, kAttentionGroupRows * S.head_dim() * 2);
-      ptx::tma_load_5d(ptx::smem_addr(&smem.q[stage][group]), maps.q, filled, 0, token, 0, unit.head,
-                       batch);
+      ptx::tma_load_5d(ptx::smem_addr(&smem.q[stage][group]), maps.q, filled, 0, token, 0,
+                       unit.head, batch);
     }
   }
   // Which no copy writes, and the tensor cores read.

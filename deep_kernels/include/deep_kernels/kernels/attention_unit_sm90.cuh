@@ -24,15 +24,15 @@ struct Smem {
   RowTile unit[kUnits];  // the last one has no rows
   i32 work[kMaxQueueClusters];
   // Each pair: who arrives, who waits.
-  alignas(8) u64 unit_filled[kUnits];  // schedule warp -> loading and math warps
-  u64 unit_drained[kUnits];            // and back
+  alignas(8) u64 unit_filled[kUnits];    // schedule warp -> loading and math warps
+  u64 unit_drained[kUnits];              // and back
   u64 q_filled[S.q_stages()][kGroups];   // query warp, and TMA bytes -> warps of the group
   u64 q_drained[S.q_stages()][kGroups];  // and back
-  u64 k_filled[S.k_stages];            // kv warp, and TMA bytes -> math warps
-  u64 k_drained[S.k_stages];           // math warps of the cluster -> kv warp
-  u64 v_landed[S.v_stages];            // with cu_seqlens: kv warp, and TMA bytes -> tail warp
-  u64 v_filled[S.v_stages];            // tail warp, or kv warp and TMA bytes -> math warps
-  u64 v_drained[S.v_stages];           // math warps of the cluster -> kv warp
+  u64 k_filled[S.k_stages];              // kv warp, and TMA bytes -> math warps
+  u64 k_drained[S.k_stages];             // math warps of the cluster -> kv warp
+  u64 v_landed[S.v_stages];              // with cu_seqlens: kv warp, and TMA bytes -> tail warp
+  u64 v_filled[S.v_stages];              // tail warp, or kv warp and TMA bytes -> math warps
+  u64 v_drained[S.v_stages];             // math warps of the cluster -> kv warp
 };
 
 template <AttentionSpec S>
