@@ -104,8 +104,8 @@ struct ResultStore {
   }
   // Whether every row is, for pieces of 16 bytes: one branch for all of them.
   DK_DEVICE bool out_is_aligned() const {
-    const u64 strides = args.out_batch_stride | args.out_token_stride | args.out_head_stride;
-    return ((reinterpret_cast<u64>(args.out) | strides * 2) & 15) == 0;
+    const i64 strides = args.out_batch_stride | args.out_token_stride | args.out_head_stride;
+    return ptx::bytes_to_aligned(args.out, 16) == 0 && strides % 8 == 0;
   }
   // word[i] of lane t of a quad becomes word[t] of lane i. Converged.
   static DK_DEVICE void transpose_quad(u32 (&word)[4]) {
