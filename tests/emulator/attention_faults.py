@@ -33,7 +33,6 @@ _UNITS: dict[str, Any] = {"batch": 6, "num_q": 200}
 _PACKED_UNITS = (*_MEMBERS, (0, 40), (33, 60))
 _CLUSTERED: dict[str, Any] = {"batch": 1, "num_q": 290, "num_kv": 330, "heads": (2, 2), "head_dim": 256}
 _PACKED: dict[str, Any] = {"num_q": 20, "num_kv": 133, "heads": (14, 2)}  # rows without a query, two units for a head
-_QUERIES_COME = "    ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);\n    turns.next();\n"
 _WAYS: dict[str, Any] = {"num_splits": 6, "num_kv": 600}  # two warps join a row
 _PARTS: dict[str, Any] = {"num_splits": 40, "num_kv": 2600, "num_q": 5}  # more than eight warps load at once
 _UNEQUAL: dict[str, Any] = {"num_q": 180, "num_kv": 300, "head_dim": 128}
@@ -270,8 +269,8 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "results stored by the next unit", WRONG,
-        (Edit(MATH, "first_scores(scores, [&] { store(slot); });",
-              "first_scores(scores, [&] { store(units.slots.slot); });"),),
+        (Edit(MATH, "        store(slot);\n        end_scores",
+              "        store(units.slots.slot);\n        end_scores"),),
     ),
     _sm90(
         "the last unit is not announced", "deadlock",
@@ -280,30 +279,32 @@ _SM90_FAULTS = [
     # --- queries
     _sm90(
         "queries that nobody waits for", "pending-async uninitialized race",
-        (Edit(MATH, "    ptx::mbarrier_wait(ptx::smem_addr(&smem.q_filled[group]), turns.parity);\n", ""),),
+        (Edit(MATH, "    wait_for_queries();\n    wait_for_keys();\n", "    wait_for_keys();\n"),),
     ),
     _sm90(
-        "queries given back while products read them", "pending-async race",
+        "queries given back while products read them", "pending-async race uninitialized",
         (Edit(MATH, "    first_powers(scores, share);\n", "    first_powers(scores, share);\n    release_queries();\n"),
-         Edit(MATH, "    release_queries();\n    wait_for_values();\n", "    wait_for_values();\n")),
+         Edit(MATH, "    release_queries();\n    return adds;\n", "    return adds;\n")),
     ),
     _sm90(
         "queries loaded before they are given back", "pending-async race mbarrier",
-        (Edit(SM90, "          ptx::mbarrier_wait(ptx::smem_addr(&smem.q_drained[group]), turns.parity);\n", ""),),
+        (Edit(SM90, "ptx::mbarrier_wait(ptx::smem_addr(&smem.q_drained[stages.slot][group]), stages.parity);\n", ""),),
+        **_UNITS,
     ),
     _sm90(
         "queries given back by the warps of all groups", "deadlock",
-        (Edit(UNIT, "&smem.q_drained[i]), 4)", "&smem.q_drained[i]), kMathWarps)"),),
-        ("queries", "4 of 12 arrivals"),
+        (Edit(UNIT, "&smem.q_drained[stage][i]), 4)", "&smem.q_drained[stage][i]), kMathWarps)"),),
+        ("queries", "4 of 12 arrivals"), **_UNITS,
     ),
     _sm90(
         "a group without keys keeps its queries", "deadlock",
-        (Edit(MATH, "        begin(share);\n        release_queries();\n", "        begin(share);\n"),),
+        (Edit(MATH, "        wait_for_queries();\n        release_queries();\n",
+              "        wait_for_queries();\n        qs.next();\n"),),
         ("queries", "0 of 4 arrivals"), **_UNITS,
     ),
     _sm90(
         "the query warp stays in its first phase", "pending-async race mbarrier deadlock",
-        (Edit(SM90, "      ptx::sync_warp();\n      turns.next();\n", "      ptx::sync_warp();\n"),),
+        (Edit(SM90, "      ptx::sync_warp();\n      stages.next();\n", "      ptx::sync_warp();\n"),),
     ),
     _sm90(
         "fewer bytes of queries expected than copied", "mbarrier",
@@ -321,7 +322,8 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "the queries of a kv head", WRONG,
-        (Edit(SM90, "token, 0, unit.head,", "token, 0, unit.kv_head,"),),
+        (Edit(SM90, "token, 0,\n                       unit.head,",
+              "token, 0,\n                       unit.kv_head,"),),
     ),
     # --- keys and values
     _sm90(
@@ -358,7 +360,12 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "the last values are not waited for", "pending-async uninitialized race",
-        (Edit(MATH, "    wait_for_values();\n    start_sums(adds);\n    ptx::", "    start_sums(adds);\n    ptx::"),),
+        (Edit(MATH, "          wait_for_values();\n          start_sums(adds);\n", "          start_sums(adds);\n"),),
+    ),
+    _sm90(
+        "the last values of a unit that another follows are not waited for", "pending-async uninitialized race",
+        (Edit(MATH, "        wait_for_values();\n        start_sums(adds);\n        start_unit",
+              "        start_sums(adds);\n        start_unit"),), **_UNITS,
     ),
     _sm90(
         "keys given back while the first products read them", "pending-async race",
@@ -402,7 +409,7 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "scores that are not committed", "accumulator",
-        (Edit(MATH, "step > 0);\n    }\n    ptx::wgmma_commit_group();\n", "step > 0);\n    }\n"),),
+        (Edit(MATH, "step > 0);\n    ptx::wgmma_commit_group();\n", "step > 0);\n"),),
     ),
     _sm90(
         "sums in flight while others are let go", "accumulator",
@@ -420,8 +427,11 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "the last sums read in flight", "accumulator",
-        (Edit(MATH, "    start_sums(adds);\n    ptx::wgmma_wait_group<0>(sum);",
-              "    start_sums(adds);\n    ptx::wgmma_wait_group<1>(sum);"),),
+        (Edit(MATH, "          ptx::wgmma_wait_group<0>(sum);", "          ptx::wgmma_wait_group<1>(sum);"),),
+    ),
+    _sm90(
+        "the last sums of a unit that another follows read in flight", "accumulator",
+        (Edit(MATH, "ptx::wgmma_wait_group<1>(sum);", "ptx::wgmma_wait_group<2>(sum);"),), **_UNITS,
     ),
     _sm90(
         "powers overwritten while products read them", "accumulator",
@@ -439,7 +449,8 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "scores added to those of the tile before", WRONG,
-        (Edit(MATH, "KMajor::make(queries), keys, step > 0);", "KMajor::make(queries), keys, true);"),),
+        (Edit(MATH, "KMajor::make(k + tile::k_major_step<S.tile_keys>(step)), step > 0);",
+              "KMajor::make(k + tile::k_major_step<S.tile_keys>(step)), true);"),),
     ),
     _sm90(
         "panels of values half as far apart", "descriptor",
@@ -574,7 +585,15 @@ _SM90_FAULTS = [
     # --- what is masked, what is skipped
     _sm90(
         "the rightmost tile is not masked", WRONG,
-        (Edit(MATH, "    mask(scores, share, share.end - 1);\n", ""),),
+        (Edit(MATH, "    if (S.causal || share.ends_inside()) mask(scores, share, share.end - 1);\n", ""),),
+    ),
+    _sm90(
+        "the rightmost tile is masked by causal masks alone", WRONG,
+        (Edit(MATH, "if (S.causal || share.ends_inside()) mask", "if (S.causal) mask"),), causal=False,
+    ),
+    _sm90(
+        "a whole rightmost tile taken for one that is cut off, and the other way round", WRONG,
+        (Edit(MATH, "(end - 1) * S.tile_keys < S.tile_keys", "(end - 1) * S.tile_keys >= S.tile_keys"),), causal=False,
     ),
     _sm90(
         "whole tiles begin with what the last row of the group sees", WRONG,
@@ -598,20 +617,29 @@ _SM90_FAULTS = [
         "passed over keys stay drained once", "deadlock",
         (Edit(MATH, "      wait_for_values();\n      release_values();\n    }\n", "    }\n"),), **_UNEQUAL,
     ),
-    # --- queries in registers
     _sm90(
-        "queries read before they have come", "pending-async uninitialized",
-        (Edit(MATH, _QUERIES_COME, ""),
-         Edit(MATH, "    skip(share.loaded - share.end);\n", _QUERIES_COME + "    skip(share.loaded - share.end);\n")),
-        **_UNEQUAL,
+        "tiles of the next unit that only other groups see are not passed over", "deadlock",
+        (Edit(MATH, "        skip(share.loaded - share.end - skipped);\n", ""),), **_UNITS,
     ),
     _sm90(
-        "queries of the group's first warp", WRONG,
-        (Edit(MATH, "[ptx::warp_index() % 4 * 16]), step", "[0]), step"),), **_UNEQUAL,
+        "keys passed over further ahead of values than there are stages", "deadlock",
+        (Edit(MATH, "min_of<i32>(share.loaded - share.end, S.v_stages)", "share.loaded - share.end"),),
+        **{**_UNITS, "num_kv": 900, "causal": False},
+    ),
+    # --- two stages of queries
+    _sm90(
+        "queries of the other stage", WRONG + " pending-async race",
+        (Edit(MATH, "q_low + qs.slot * kQueryStageUnits", "q_low"),), **_UNITS,
     ),
     _sm90(
-        "the first k-step again and again", WRONG,
-        (Edit(MATH, "* 16]), step);", "* 16]), 0);"),), **_UNEQUAL,
+        "queries that land in the other stage", WRONG + " pending-async race uninitialized",
+        (Edit(SM90, "ptx::smem_addr(&smem.q[stage][group]), maps.q", "ptx::smem_addr(&smem.q[0][group]), maps.q"),),
+        **_UNITS,
+    ),
+    _sm90(
+        "rows without a query of the first stage alone are cleared", WRONG + " uninitialized",
+        (Edit(SM90, "stage < S.q_stages(); ++stage)\n      for", "stage < 1; ++stage)\n      for"),),
+        **{**_PACKED, "batch": 6},
     ),
     # --- which tiles, in which order
     _sm90(
@@ -671,8 +699,8 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "softmax opened before the results are stored", WRONG,
-        (Edit(MATH, "      if (has_scores) {\n        begin(share);\n",
-              "      if (has_scores) {\n        begin(share);\n        softmax.open();\n"),),
+        (Edit(MATH, "        store(slot);\n        end_scores",
+              "        softmax.open();\n        store(slot);\n        end_scores"),),
     ),
     _sm90(
         "pairs of columns that are not exchanged", WRONG,
@@ -685,7 +713,7 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "results behind the last query", "bounds race read-only",
-        (Edit(MATH, "if (exists) tile::store_words(", "tile::store_words("),),
+        (Edit(MATH, "if (exists) ptx::store_global_x4(", "ptx::store_global_x4("),),
     ),
     _sm90(
         "all lanes of a quad store one sum", "race",
@@ -697,8 +725,8 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "parts of the other row", WRONG,
-        (Edit(MATH, "for (i32 i = 2 * r; i < kSums; i += 4)",
-              "for (i32 i = 2 - 2 * r; i < kSums; i += 4)"),), num_splits=2,
+        (Edit(MATH, "for (i32 i = 2 * r; i < kSums; i += 4)\n      ptx::",
+              "for (i32 i = 2 - 2 * r; i < kSums; i += 4)\n      ptx::"),), num_splits=2,
     ),
     # --- rows of all heads of a kv head
     _sm90(
@@ -739,7 +767,7 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "the mask of the first query of a group", WRONG,
-        (Edit(MATH, "unit.first_query + rows.place(r).query,", "unit.first_query + rows.first_query,"),), **_PACKED,
+        (Edit(MATH, "share.visible.end(rows.place(r).query)", "share.visible.end(rows.first_query)"),), **_PACKED,
     ),
     _sm90(
         "a unit for each head", WRONG + " bounds race read-only",
@@ -756,7 +784,8 @@ _SM90_FAULTS = [
     ),
     _sm90(
         "more registers than the block has", "deadlock",
-        (Edit(SM90, "kThree ? 160 : 232", "kThree ? 168 : 232"),),
+        (Edit(SM90, "!kThree ? 232 : S.head_dim() == 64 ? 160 : 152",
+              "!kThree ? 232 : S.head_dim() == 64 ? 168 : 160"),),
     ),
 ]  # fmt: skip
 

@@ -9,7 +9,6 @@
 #include "deep_kernels/kernels/attention_unit_sm90.cuh"
 #include "deep_kernels/ptx/sm90.cuh"
 #include "deep_kernels/tile/cluster.cuh"
-#include "deep_kernels/tile/global_words.cuh"
 #include "deep_kernels/tile/layout.cuh"
 #include "deep_kernels/tile/mma.cuh"
 #include "deep_kernels/tile/pipeline.cuh"
@@ -79,33 +78,24 @@ struct ResultStore {
       ptx::store_global_x2(to + column_of_element(i), ptx::bits_of(result(i)),
                            ptx::bits_of(result(i + 1)));
   }
-  // A quad exchanges its pairs of columns, so that every lane has eight neighbours of 32.
+  // A quad exchanges its pairs of columns, so that every lane has eight neighbours of 32: rows of
+  // the result are multiples of 16 bytes.
   template <class Result>
   DK_DEVICE void store_whole(i32 r, bool exists, i32 head, i32 query, Result& result,
                              float log2_sum) const {
     if (exists && ptx::lane_index() % 4 == 0) store_lse(args, unit.member, head, query, log2_sum);
-    u16* row = out_row(args, unit.member, head, query);
-    const auto pair = [&](i32 i) { return rounded_pair<S.dtype>(result(i), result(i + 1)); };
-    if (!out_is_aligned()) {
-      DK_UNROLL
-      for (i32 i = 2 * r; i < kSums; i += 4)
-        if (exists) tile::store_words(row + column_of_element(i) + lane_column(), {pair(i)});
-      return;
-    }
-    u16* to = row + ptx::lane_index() % 4 * 8;
+    u16* to = out_row(args, unit.member, head, query) + ptx::lane_index() % 4 * 8;
     DK_UNROLL
     for (i32 part = 0; part < S.head_dim() / 32; ++part) {
       u32 word[4];
       DK_UNROLL
-      for (i32 j = 0; j < 4; ++j) word[j] = pair(4 * (4 * part + j) + 2 * r);
+      for (i32 j = 0; j < 4; ++j) {
+        const i32 i = 4 * (4 * part + j) + 2 * r;
+        word[j] = rounded_pair<S.dtype>(result(i), result(i + 1));
+      }
       transpose_quad(word);
       if (exists) ptx::store_global_x4(to + 32 * part, word[0], word[1], word[2], word[3]);
     }
-  }
-  // Whether every row is, for pieces of 16 bytes: one branch for all of them.
-  DK_DEVICE bool out_is_aligned() const {
-    const i64 strides = args.out_batch_stride | args.out_token_stride | args.out_head_stride;
-    return ptx::bytes_to_aligned(args.out, 16) == 0 && strides % 8 == 0;
   }
   // word[i] of lane t of a quad becomes word[t] of lane i. Converged.
   static DK_DEVICE void transpose_quad(u32 (&word)[4]) {
